@@ -26,7 +26,7 @@ from peers import timm_loader
 from photographs import write_classes
 from table import Row, compare, run_script, take_turns
 
-from common.data.loader import worker_count
+from common.data.loader import count_workers
 
 OF_BOUND = 0.98  # goals: share of the bound
 OF_TIMM = 2.0  # times timm's loader
@@ -83,7 +83,7 @@ def measure(turns: int, quick: bool) -> list[Row]:
     if not gpu:
         os.environ["ACCELERATE_USE_CPU"] = "1"
     setting = Setting("resnet50", 224, 256, 100)
-    workers = worker_count(-1)
+    workers = count_workers(-1)
     if quick:
         setting = Setting("test_resnet", 64, 8, 2)
         workers = 1

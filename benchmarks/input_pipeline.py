@@ -39,7 +39,7 @@ from common.classification.transforms import TrainingTransform, crop
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.decoding import Picture
-from common.data.loader import training_loader
+from common.data.loader import create_train_loader
 from common.data.stream import Stream
 from common.detection import BoxAugmentation
 from common.detection import TrainDataset as BoxDataset
@@ -80,7 +80,7 @@ def build_our_reader(cache=None) -> Callable[[str], torch.Tensor]:
         if cache is None:
             return transform(Picture(path))
         index = indices.setdefault(path, len(indices))
-        return transform(cache.picture(index, lambda: Picture(path)))
+        return transform(cache.get(index, lambda: Picture(path)))
 
     return read
 
@@ -162,7 +162,9 @@ def normalize(images: torch.Tensor) -> torch.Tensor:
 
 
 def load_with_ours(samples: TrainDataset | BoxDataset, batch_size: int) -> DataLoader:
-    return training_loader(samples, BatchPlan(batch_size, 1, batch_size), 0, 10**9, workers=1)
+    return create_train_loader(
+        samples, BatchPlan(batch_size, 1, batch_size), 0, 10**9, num_workers=1
+    )
 
 
 def our_loader(folder: Path, batch_size: int) -> Iterator:

@@ -129,7 +129,7 @@ def read_ours(source: sources.Source, epoch: int, connections: int = 0, memory: 
         if connections:
             prefetch_images(source, stream, positions)
         num_read += sum(
-            len(source.content(index)) > 0 for index in stream.indices(positions).tolist()
+            len(source.content(index)) > 0 for index in stream.get_indices(positions).tolist()
         )
     return num_read
 
@@ -185,7 +185,7 @@ def measure_ways(
 
 
 def open_source(data: str) -> sources.Source:
-    source, _ = sources.load(sources.Spec(data, 0, 0.2, alone=True))
+    source, _ = sources.load(sources.Spec(data, 0, 0.2, is_eval_only=True))
     return source
 
 

@@ -155,7 +155,7 @@ def test_every_flag_that_a_page_names_exists() -> None:
         for path in sorted((ROOT / "tools").glob("*/__main__.py"))
     ]
     parsers = [launch_command_parser(), get_args_parser()]  # accelerate launch, torchrun
-    parsers += [importlib.import_module(tool).arguments() for tool in tools]
+    parsers += [importlib.import_module(tool).build_parser() for tool in tools]
     of_others = {
         option.lstrip("-")
         for parser in parsers

@@ -19,8 +19,8 @@ from accelerate import Accelerator
 
 from common.checkpoints.store import AUDIT_FOLDER
 from common.config import Origin
-from common.config.parsing import nearest_path, parse
-from common.config.recipe_source import FOLDER, difference
+from common.config.parsing import parse, suggest_path
+from common.config.recipe_source import FOLDER, diff_sources
 from common.detection.evaluation.evaluation import restore_sizes
 from common.detection.weights.sources import read_origin
 from common.errors import Refused
@@ -28,6 +28,7 @@ from common.files import SMALL, read_text
 from common.launching import launch
 from common.run import eval_only
 from common.run.eval_batches import EvalBatches
+from common.segmentation.evaluation import predict_pixels
 from tools.command_line import create_parser
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -57,6 +58,17 @@ class TrainedModel:
         return hasattr(self.config, "detector")
 
     @property
+    def is_segmenter(self) -> bool:
+        return hasattr(self.config, "decoder")
+
+    @property
+    def task(self) -> str:
+        """classification, detection or segmentation."""
+        if self.is_detector:
+            return "detection"
+        return "segmentation" if self.is_segmenter else "classification"
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """Names by class id; the ids themselves if the weights name none.
 
@@ -64,11 +76,11 @@ class TrainedModel:
         """
         if self.origin.classes:
             return self.origin.classes
-        if not self.origin.count:
+        if not self.origin.num_classes:
             raise Refused(
                 f"{self.origin.path}: does not say which classes it knows; take a run's best/"
             )
-        return tuple(str(class_id) for class_id in range(self.origin.count))
+        return tuple(str(class_id) for class_id in range(self.origin.num_classes))
 
     def load_data(self) -> Any:
         """Open the images to evaluate on, with their classes matched with the model's.
@@ -94,7 +106,8 @@ class TrainedModel:
     def predict(self, model: Any, batches: EvalBatches) -> Iterator[tuple]:
         """Yield each batch of this rank's share with the model's outputs.
 
-        These are logits [B, K], or detections in pixels of the original images.
+        These are logits [B, K], or detections in pixels of the original images, or the class id of
+        each pixel of these.
         """
         model.eval()
         for batch in batches:
@@ -102,15 +115,23 @@ class TrainedModel:
                 outputs = self.recipe.predict(model, batch)
             if self.is_detector:
                 outputs = restore_sizes(batches.loader.dataset.source, batch, outputs)
+            elif self.is_segmenter:
+                outputs = predict_pixels(batch, outputs)
             yield batch, outputs
 
 
-def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -> TrainedModel:
+def load(
+    weights: str,
+    flags: Sequence[str] = (),
+    *,
+    reads_data: bool = False,
+    takes_segmenters: bool = False,
+) -> TrainedModel:
     """Load the model that `weights` names; a run folder means its best/.
 
     `flags` are the recipe's, such as `--workers 4` or `--data FOLDER`, and --recipe. `find_recipe`
     chooses the recipe, which is executed. With `reads_data`, the flags or the run must name the
-    data. Raises `Refused`.
+    data. Raises `Refused`, also for a model of seg.py without `takes_segmenters`.
     """
     folder = Path(weights)
     if (folder / "config.yaml").is_file() and (folder / "best").is_dir():
@@ -119,7 +140,7 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
     # A path in a folder that is there is no name on the hub.
     if not folder.exists() and folder.parent.is_dir() and str(folder.parent) != ".":
         raise Refused(
-            f"{weights}: nothing is there{nearest_path(folder)}; name a run folder, its best/ or "
+            f"{weights}: nothing is there{suggest_path(folder)}; name a run folder, its best/ or "
             "a checkpoint"
         )
     origin = read_origin(weights)
@@ -140,7 +161,13 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
     argv = ["--eval_only", weights] + flags
     if not reads_data and not any(arg.partition("=")[0] == "--data" for arg in argv):
         argv += ["--data", _ANY_DATA]
-    return TrainedModel(recipe, parse(recipe.Config, argv, file.name), origin)
+    trained = TrainedModel(recipe, parse(recipe.Config, argv, file.name), origin)
+    if trained.is_segmenter and not takes_segmenters:
+        raise Refused(
+            f"{weights}: is a model for segmentation, which this tool does not take yet; "
+            "tools.predict does, and recipes/seg.py --eval_only evaluates it"
+        )
+    return trained
 
 
 def find_recipe(title: str, run: Path, name: str, flags: Sequence[str]) -> tuple[Path, list[str]]:
@@ -169,7 +196,7 @@ def find_recipe(title: str, run: Path, name: str, flags: Sequence[str]) -> tuple
         source = read_text(run_file, SMALL) if run_file.exists() else file.read_text()
     except (OSError, ValueError):
         source = ""
-    if not options.recipe and difference({name: source}, {name: file.read_text()}):
+    if not options.recipe and diff_sources({name: source}, {name: file.read_text()}):
         raise Refused(
             f"{title}: was trained by another {file.name} than {file}; choose by --recipe {file}, "
             f"or by --recipe {run_file}, which executes what the run folder keeps"

@@ -185,7 +185,7 @@ def _check_source(
     Raises `Refused` if it has, unless `is_allowed`.
     """
     recorded = checkpoint.record.get("source") or {}
-    changes = recipe_source.difference(recorded, recipe if recipe else {})
+    changes = recipe_source.diff_sources(recorded, recipe if recipe else {})
     if not changes:
         return
     log(*changes)

@@ -79,7 +79,7 @@ class TrainDataset(Dataset):
         weights = sample_weights(config.sampling, source.labels, len(source.classes))
         return cls(
             source,
-            stream=Stream.of(
+            stream=Stream.from_config(
                 config, len(source), weights, repeats=config.repeats, blocks=source.blocks
             ),
             transform=TrainingTransform(config, transforms.data_config),
@@ -110,7 +110,7 @@ class TrainDataset(Dataset):
         images, indices = [], []
         broken: list[str] = []
         prefetch_images(self.source, self.stream, positions)
-        for index, key in zip(self.stream.indices(positions).tolist(), keys, strict=True):
+        for index, key in zip(self.stream.get_indices(positions).tolist(), keys, strict=True):
             image, index = self._read(index, key, broken)
             images.append(image)
             indices.append(index)
@@ -131,7 +131,7 @@ class TrainDataset(Dataset):
         for augmentation, draws in zip(self.augmentations, batch.draws, strict=True):
             images, targets = augmentation.apply(images, targets, draws)
         found: list[tuple[str, str, list]] = []
-        indices = self.stream.indices(batch.positions.cpu().numpy()).tolist()
+        indices = self.stream.get_indices(batch.positions.cpu().numpy()).tolist()
         for index, row in zip(indices, (100 * targets).round().int(), strict=True):
             shares = sorted(
                 ((row[place].item(), classes[place]) for place in row.nonzero()[:, 0].tolist()),
@@ -168,7 +168,7 @@ class TrainDataset(Dataset):
 
     def _picture(self, index: int) -> Picture:
         read = lambda: Picture(self.source.content(index))  # noqa: E731
-        return self.cache.picture(index, read) if self.cache else read()
+        return self.cache.get(index, read) if self.cache else read()
 
 
 class EvalDataset(Dataset):
@@ -259,4 +259,4 @@ def other_class_ids(source: Source) -> list[int]:
     """
     if source.model_classes is None or source.multi_label:
         return []
-    return source.model_classes.other_ids
+    return source.model_classes.extra_ids

@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 from PIL import Image
 
-from common.data.data_spec import Parts
-from common.data.images import BrokenImage, Content, faults_of_the_file, open_rgb
-from common.data.source import Columns, Files, encode_paths, fingerprint_of, spread
+from common.data.data_spec import DataSplits
+from common.data.images import BrokenImage, Content, open_rgb, report_as_broken
+from common.data.source import Columns, Files, encode_paths, hash_source, sample_evenly
 from common.errors import Refused
 from common.files import get_file_sizes
 from common.randomness import mix
@@ -54,20 +54,20 @@ class Items(Columns):
     def fingerprint(self) -> str:
         seen = (
             hashlib.blake2b(self._pixels(index), digest_size=8).digest()
-            for index in spread(len(self))
+            for index in sample_evenly(len(self))
         )
         contents = np.frombuffer(b"".join(seen), "<u8")
-        return fingerprint_of(self.classes, self.labels, np.append(contents, len(self)))
+        return hash_source(self.classes, self.labels, np.append(contents, len(self)))
 
     def name(self, index: int) -> str:
         return f"{self.title}[{self.rows[index]}]"
 
     def content(self, index: int) -> Content:
         row = int(self.rows[index])
-        with faults_of_the_file():
+        with report_as_broken():
             return _checked(self.title, row, self.data[row])[0]
 
-    def random_numbers(self, key: int) -> np.ndarray:
+    def hash_images(self, key: int) -> np.ndarray:
         return mix(self.rows, key)
 
     def _pixels(self, index: int) -> bytes:
@@ -81,11 +81,11 @@ class Items(Columns):
 
 def open_custom(
     data: CustomDataset | Mapping[str, CustomDataset], min_classes: int
-) -> Parts[Files | Items]:
+) -> DataSplits[Files | Items]:
     """A data set, or one for each part. Raises `Refused`."""
     sets = dict(data) if isinstance(data, Mapping) else {"train": data}
     labels = {name: type(part).__name__ if len(sets) == 1 else name for name, part in sets.items()}
-    return Parts(labels, lambda names: _read_all([sets[name] for name in names], min_classes))
+    return DataSplits(labels, lambda names: _read_all([sets[name] for name in names], min_classes))
 
 
 def _read_all(sets: Sequence[CustomDataset], min_classes: int) -> list[Files | Items]:

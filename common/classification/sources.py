@@ -13,15 +13,15 @@ import pyarrow as pa
 
 from common.classification.custom_data import CustomDataset, open_custom
 from common.config.origin import Origin
-from common.config.parsing import nearest, nearest_path
+from common.config.parsing import suggest_names, suggest_path
 from common.data import data_spec, splits
-from common.data.data_spec import DataSpec, Given, Parts
+from common.data.data_spec import DataSpec, DataSplits, LoadedSplits
 from common.data.digits import load_digits
 from common.data.huggingface import open_table
 from common.data.images import UNREAD_ADVICE, has_image_suffix, is_image_file
 from common.data.notes import Notes
 from common.data.source import Files, Source, encode_paths, refuse_broken
-from common.data.tables import part_labels, read_tables
+from common.data.tables import get_split_labels, read_tables
 from common.errors import Refused
 from common.files import MEDIUM, get_file_sizes, has_run_folders, is_junk, read_text, walk
 
@@ -47,7 +47,7 @@ class Spec(DataSpec):
 
     @property
     def min_classes(self) -> int:
-        return 1 if self.alone else 2
+        return 1 if self.is_eval_only else 2
 
 
 def load_data(
@@ -62,7 +62,7 @@ def load_data(
     model's classes, the second the data's, matched by name. With `any_classes` a model of
     embeddings is evaluated on classes that it does not know.
     """
-    train, val = load(Spec.of(config, weights), custom)
+    train, val = load(Spec.from_config(config, weights), custom)
     if weights is None or any_classes:
         return train, val
     return data_spec.match_classes(weights, config.data, val)
@@ -75,15 +75,15 @@ def load(
 
     - `digits`: 1,797 handwritten digits that come with scikit-learn (a folder of that name is `./digits`);
     - shards, as `DataSpec.is_sharded` knows them;
-    - an image folder with one subfolder per class, or a folder of such parts, as `splits.kind_of` knows them;
+    - an image folder with one subfolder per class, or of such splits, as `get_split_kind` knows them;
     - a Hugging Face data set, Parquet or CSV files, as `huggingface.open_table` knows them.
 
     Data of another form are read by a `custom` data set of your own, or by one for each part:
     {"train": ..., "val": ...}.
 
-    `split` names the part to evaluate on, as in `splits.choose`. If there is none, `val_share` of
+    `split` names the part to evaluate on, as in `splits.choose_subsets`. If there is none, `val_share` of
     each class is held out, chosen by `seed` and the image's path or row alone; of `digits` always
-    the same fifth. With `spec.alone`, both are the part to evaluate a trained model on.
+    the same fifth. With `spec.is_eval_only`, both are the part to evaluate a trained model on.
 
     Raises `Refused` for data that can't be found, read, or trained on, and if more than
     `max_broken_share` of a part is missing.
@@ -91,9 +91,9 @@ def load(
     if custom is None and spec.is_sharded():
         sources = _load_shards(spec)
     else:
-        with data_spec.reading(spec.data):
+        with data_spec.guard_reading(spec.data):
             sources = _divide(spec, _open(spec, custom))
-    return data_spec.same_everywhere(sources)
+    return data_spec.check_train_and_val(sources)
 
 
 def _load_shards(spec: Spec) -> tuple[Source, ...]:
@@ -102,40 +102,41 @@ def _load_shards(spec: Spec) -> tuple[Source, ...]:
     from common.shards import open_parts, share_blocks
 
     parts = open_parts(spec)
-    with data_spec.reading(spec.data):
+    with data_spec.guard_reading(spec.data):
         sources = _divide(spec, parts)
     return share_blocks(sources, spec.shard_memory)
 
 
-def _divide(spec: Spec, parts: Parts) -> tuple[Any, ...]:
+def _divide(spec: Spec, parts: DataSplits) -> tuple[Any, ...]:
     """The parts that are used; one of them divided, if there is none to evaluate on. Raises `Refused`."""
-    pieces = spec.pieces(parts.labels)
-    undivided = data_spec.read(parts, pieces)
+    subsets = spec.choose_subsets(parts.labels)
+    undivided = data_spec.read_splits(parts, subsets)
     for source in undivided.values():
         refuse_broken(spec.data, source, spec.max_broken_share)
-    return spec.divide(parts.labels, pieces, undivided)
+    return spec.divide(parts.labels, subsets, undivided)
 
 
-def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None) -> Parts:
+def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None) -> DataSplits:
     """The parts of the data, not read yet. Raises `Refused`."""
     is_digits = custom is None and spec.data == "digits"
     if custom is None and not is_digits and (table := open_table(spec.data)):
         columns = spec.image_column, spec.label_column, spec.min_classes, spec.group_column
-        return Parts(
-            part_labels(table), lambda names: read_tables([table[name] for name in names], *columns)
+        return DataSplits(
+            get_split_labels(table),
+            lambda names: read_tables([table[name] for name in names], *columns),
         )
     spec.refuse_columns()
     if custom is not None:
         return open_custom(custom, spec.min_classes)
     if is_digits:
-        return Given(dict(zip(("train", "val"), load_digits(), strict=True)))
+        return LoadedSplits(dict(zip(("train", "val"), load_digits(), strict=True)))
     root = Path(os.path.abspath(Path(spec.data).expanduser()))
     if not root.is_dir():
         found = "a file of a kind that is not known" if root.exists() else "nothing is there"
         raise Refused(
             f"--data {spec.data}: {found}; expected digits, an image folder with one subfolder "
             "per class, a save_to_disk folder, parquet, CSV, or a Hugging Face name such as "
-            f"owner/name{nearest_path(root)}"
+            f"owner/name{suggest_path(root)}"
         )
     folders = _part_folders(root)
     runs = sorted(path.name for path in root.iterdir() if path.is_dir() and has_run_folders(path))
@@ -148,7 +149,7 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
         sources = _read_folders([folders[name] for name in names], spec.min_classes)
         return [replace(source, notes=source.notes + notes) for source in sources]
 
-    return Parts(labels, read_parts)
+    return DataSplits(labels, read_parts)
 
 
 # ---- folders
@@ -181,7 +182,7 @@ def _read_folders(folders: Sequence[Path], min_classes: int) -> list[Files]:
             _refuse_heap(folder, first / classes[0])
         if unknown:
             name = names[unknown[0]]
-            advice = f"add it there{nearest(name, classes)}"
+            advice = f"add it there{suggest_names(name, classes)}"
             raise Refused(f"{folder / name}: a class that {first} does not have; {advice}")
         source = _scan(folder, [names.get(name, name) for name in folder_by_class], classes)
         if not len(source):
@@ -240,7 +241,7 @@ def _read_annotations(file: Path, classes: list[str]) -> Files:
 def _part_folders(root: Path) -> dict[str, Path]:
     """The folder of each part of the data; {"train": root} if `root` has the class folders."""
     folders = _subfolders(root)
-    kinds = {name: splits.kind_of(name) for name in folders if splits.kind_of(name)}
+    kinds = {name: splits.get_split_kind(name) for name in folders if splits.get_split_kind(name)}
     if len({*kinds.values()}) > 1 or (kinds and len(kinds) == len(folders)):
         return {name: root / name for name in folders}
     for name in kinds:  # it may be the name of a class: a train is a vehicle
@@ -276,12 +277,14 @@ def _scan(root: Path, folders: Sequence[str], classes: list[str]) -> Files:
             if (root / folder).is_dir()
             else []
         )
-        class_notes.texts(len(files) + class_notes.num_left_out, UNREAD_ADVICE)
+        class_notes.format_lines(len(files) + class_notes.num_left_out, UNREAD_ADVICE)
         notes.merge(class_notes)
         paths.append(pa.array([path for path, _ in files], pa.large_binary()))
         sizes.append(np.array([size for _, size in files], np.int64))
     labels = np.repeat(np.arange(len(classes)), [*map(len, paths)])
-    lines = notes.texts(len(labels) + notes.num_left_out, UNREAD_ADVICE) + _check_inner(root, inner)
+    lines = notes.format_lines(len(labels) + notes.num_left_out, UNREAD_ADVICE) + _check_inner(
+        root, inner
+    )
     source = Files(
         str(root),
         pa.concat_arrays(paths),
@@ -326,8 +329,8 @@ def _check_inner(root: Path, inner: Mapping[str, set[str]]) -> tuple[str, ...]:
     folders seem to be parts.
     """
     for folder, names in inner.items():
-        parts = sorted(name for name in names if splits.kind_of(name))
-        if len({splits.kind_of(name) for name in parts}) > 1:
+        parts = sorted(name for name in names if splits.get_split_kind(name))
+        if len({splits.get_split_kind(name) for name in parts}) > 1:
             problem = f"has {parts[0]}/ and {parts[1]}/ in it, whose images would be mixed"
             raise Refused(
                 f"{root / folder}: {problem}; put parts above the classes: "

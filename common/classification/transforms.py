@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 
-from common.data.decoding import Picture, pixels_of
+from common.data.decoding import Picture, pil_to_tensor
 from common.data.images import MAX_PIXELS, BrokenImage
 from common.errors import Refused
 from common.patches.timm import import_timm
@@ -70,10 +70,10 @@ class TrainingTransform:
         flipped = [
             axis for axis, share in ((1, self.vflip), (2, self.hflip)) if random.random() < share
         ]
-        pixels = picture.region(*box, self.size, self.interpolation)
+        pixels = picture.crop_and_resize(*box, self.size, self.interpolation)
         pixels = pixels.flip(flipped) if flipped else pixels
         if self.policy:
-            pixels = pixels_of(self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy())))
+            pixels = pil_to_tensor(self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy())))
         return pixels
 
 

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
         RunConfig,
         option,
         path_option,
-        whole_numbers,
+        split_integers,
     )
-    from common.config.origin import Origin, label_names
+    from common.config.origin import Origin, get_class_names
     from common.config.parsing import parse
 
 __all__, __getattr__ = export_lazily(__name__)

@@ -7,11 +7,12 @@ The docstring under a field is its help text.
 import dataclasses
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-MOST_PROFILED = 100  # steps in a trace, which takes a few MB per step
-MOST_EPOCHS = 10**6
+MAX_PROFILED_STEPS = 100  # steps in a trace, which takes a few MB per step
+MAX_EPOCHS = 10**6
 
 
 def option(
@@ -20,7 +21,7 @@ def option(
     low=None,
     high=None,
     may_change=False,
-    later=False,
+    is_new=False,
     check=None,
     heading="",
     required="",
@@ -38,14 +39,15 @@ def option(
     Args:
         low, high: limits of a number, both included.
         may_change: True if a resumed run may have another value.
-        later: the field defines a run only with another value than its default: runs from before it
-            still resume.
-        check: check(value) returns the error in a text, or "" if there is none.
+        is_new: the field defines a run only with another value than its default: runs that do not
+            have it still resume.
+        check: check(value) returns what is wrong, as a text, or "" for a valid value.
         heading: title of the group in --help that begins with this field.
         required: an empty value is refused, with this advice.
         decides: decides(value) returns defaults of other fields, which the weights that `value` names decide.
-        origin: origin(value, recorded) tells the run that made these weights; its configuration
-            replaces the defaults, as far as it is the run's identity, or of the fields `recorded`.
+        origin: origin(value, recorded) returns the `Origin` of the weights. The configuration of
+            their run replaces the defaults, as far as it is the run's identity, or of the fields
+            `recorded`.
         weights_into: of --eval_only, the field that gets an exported model, so that the recipe
             builds it with its weights.
         is_weights: the field says which weights training begins with; with --eval_only it has its default.
@@ -56,92 +58,99 @@ def option(
             value of it.
         not_in_shards: why a sharded run refuses another value than the default.
     """
-    given = {key: value for key, value in locals().items() if key != "default"}
-    metadata = {
-        key: value
-        for key, value in given.items()
-        if not (value is None or value is False or value == "")
-    }
+    args = dict(locals())
+    del args["default"]
+    metadata = {name: value for name, value in args.items() if _is_set(value)}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def _is_set(value: Any) -> bool:
+    """False for a default of `option`; a limit of 0 is set."""
+    return not (value is None or value is False or value == "")
 
 
 def path_option(default: str, **options):
     """A field for a path, or for a name that may be given instead of one."""
-    return option(default, check=_wrong_with_path, **options)
+    return option(default, check=_check_path, **options)
 
 
-def field_names(config_class: type) -> list[str]:
+def get_field_names(config_class: type) -> list[str]:
     """The fields of a configuration, the recipe's own first, in its order."""
-    return list(
-        dict.fromkeys(
-            [
-                *config_class.__annotations__,
-                *(field.name for field in dataclasses.fields(config_class)),
-            ]
-        )
-    )
+    names = list(config_class.__annotations__)
+    names += [field.name for field in dataclasses.fields(config_class)]
+    return list(dict.fromkeys(names))
 
 
-def fields_with(config: Any, key: str) -> list[str]:
+def get_fields_with(config: Any, key: str) -> list[str]:
     """The fields of a configuration, or of its class, whose `option` has set `key`."""
     return [field.name for field in dataclasses.fields(config) if field.metadata.get(key)]
 
 
-def whole_numbers(text: str, separator: str) -> tuple[int, ...]:
-    """The numbers in a text such as "640,672"; an empty tuple if it is anything else."""
-    parts = [part.strip() for part in text.split(separator)]
-    return (
-        tuple(map(int, parts)) if all(re.fullmatch("[0-9]{1,18}", part) for part in parts) else ()
-    )
+def split_integers(text: str, separator: str) -> tuple[int, ...]:
+    """The integers in a text such as "640,672"; an empty tuple for any other text."""
+    items = [item.strip() for item in text.split(separator)]
+    return tuple(map(int, items)) if _all_match("[0-9]{1,18}", items) else ()
 
 
-def steps_between(text: str) -> tuple[int, int] | None:
-    """The first and last step of a range, counted from 1: "10-14" -> (10, 14), "7" -> (7, 7); None
-    for any other text.
+def _all_match(pattern: str, items: Iterable[str]) -> bool:
+    return all(re.fullmatch(pattern, item) for item in items)
+
+
+def parse_step_range(text: str) -> tuple[int, int] | None:
+    """The first and last step of a range, counted from 1; None for any other text.
+
+    "10-14" -> (10, 14), "7" -> (7, 7).
     """
-    found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    return (first, last) if 1 <= first <= last else None
+    match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", text)
+    if not match:
+        return None
+    first = int(match[1])
+    last = first if match[2] is None else int(match[2])
+    if not 1 <= first <= last:
+        return None
+    return first, last
 
 
-def _wrong_with_path(text: str) -> str:
+def _check_path(text: str) -> str:
     """Why `text` can't be a path, or "" if it can."""
-    sizes = [len(os.fsencode(part)) for part in text.split("/")]
+    names = text.split("/")
+    sizes = [len(os.fsencode(name)) for name in names]
     if max(sizes) > 255 or len(sizes) > 255 or sum(sizes) + len(sizes) > 4096:
         return (
             "is too long for a path: it has at most 255 names, each of 255 bytes, and 4,095 bytes "
             "in all"
         )
-    user = text.split("/")[0]
+    user = names[0]
     if user.startswith("~") and os.path.expanduser(user) == user:
         return f"there is no user {user[1:]}; a folder of that name is ./{user}"
     return ""
 
 
-def _wrong_with_profile(text: str) -> str:
+def _check_profile(text: str) -> str:
     if not text:
         return ""
-    steps = steps_between(text)
+    steps = parse_step_range(text)
     if not steps:
         return "must be FIRST-LAST, two steps counted from 1 such as 10-14, or one step"
-    if steps[1] - steps[0] >= MOST_PROFILED:
-        return f"are more than {MOST_PROFILED} steps, a trace that no viewer opens: take fewer"
+    first, last = steps
+    if last - first >= MAX_PROFILED_STEPS:
+        return f"are more than {MAX_PROFILED_STEPS} steps, a trace that no viewer opens: take fewer"
     return ""
 
 
-def _wrong_with_stages(text: str) -> str:
-    return (
-        ""
-        if text in ("stem", "all") or re.fullmatch("[0-9]{1,4}", text)
-        else "must be a number, stem or all"
-    )
+def _check_stages(text: str) -> str:
+    if text in ("stem", "all") or re.fullmatch("[0-9]{1,4}", text):
+        return ""
+    return "must be a number, stem or all"
 
 
-def _wrong_with_unfreezing(text: str) -> str:
+def _check_unfreezing(text: str) -> str:
     epochs = text.split(",") if text else []
-    if not all(re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,9})?", epoch) for epoch in epochs):
+    if not _all_match(r"[0-9]{1,6}(\.[0-9]{1,9})?", epochs):
         return "must be epochs, such as 1 or 1,2,3.5"
-    return "" if epochs == sorted(epochs, key=float) else "must be epochs in ascending order"
+    if epochs != sorted(epochs, key=float):
+        return "must be epochs in ascending order"
+    return ""
 
 
 class SharedFields:
@@ -154,16 +163,22 @@ class SharedFields:
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
         for name in vars(cls).get("__annotations__", {}):
-            bases = (getattr(base, "__dataclass_fields__", {}) for base in cls.__mro__[1:])
-            shared = next((fields[name] for fields in bases if name in fields), None)
+            shared = _find_shared_field(cls, name)
             if shared:
-                stated = vars(cls)[name]
-                own = stated if isinstance(stated, dataclasses.Field) else option(stated)
-                setattr(
-                    cls,
-                    name,
-                    dataclasses.field(default=own.default, metadata=shared.metadata | own.metadata),
-                )
+                field = vars(cls)[name]
+                if not isinstance(field, dataclasses.Field):
+                    field = option(field)
+                metadata = shared.metadata | field.metadata
+                setattr(cls, name, dataclasses.field(default=field.default, metadata=metadata))
+
+
+def _find_shared_field(cls: type, name: str) -> dataclasses.Field | None:
+    """The field `name` of a base of `cls`, if one has it."""
+    for base in cls.__mro__[1:]:
+        fields = getattr(base, "__dataclass_fields__", {})
+        if name in fields:
+            return fields[name]
+    return None
 
 
 @dataclass
@@ -172,7 +187,7 @@ class RunConfig(SharedFields):
 
     val_share: float = option(0.2, low=0, high=1, heading="data", is_common=True, reads_data=True)
     """Share of the images that is held out for evaluation if the data has no validation split."""
-    group_column: str = option("", later=True, reads_data=True)
+    group_column: str = option("", is_new=True, reads_data=True)
     """Column of patients, videos or sites, whose images are held out together: of a table, or of
     shards; `folder` for the folder that holds an image, in an image folder below its class
     (default: each image alone; copies together)."""
@@ -198,7 +213,7 @@ class RunConfig(SharedFields):
     max_micro_batch_size: int = option(256, low=1, high=2**20, may_change=True, is_common=True)
     """Limit of the samples that one device processes at once; gradients of a larger share are
     accumulated over micro-steps."""
-    epochs: float = option(10.0, low=0, high=MOST_EPOCHS, may_change=True, is_common=True)
+    epochs: float = option(10.0, low=0, high=MAX_EPOCHS, may_change=True, is_common=True)
     """Length of the run in passes over the training set, rounded up to whole steps."""
     max_steps: int = option(0, low=0, high=10**9, may_change=True, is_common=True)
     """Length of the run in steps, instead of --epochs (0: use --epochs)."""
@@ -255,7 +270,7 @@ class RunConfig(SharedFields):
     and step-N."""
     log_every: int = option(10, low=1, may_change=True)
     """Steps between rows of metrics.jsonl and the dashboard."""
-    profile: str = option("", may_change=True, check=_wrong_with_profile)
+    profile: str = option("", may_change=True, check=_check_profile)
     """Steps to profile with torch.profiler, FIRST-LAST as in the log (10-14); one trace per rank in
     the run folder."""
     dtype: Literal["float32", "float64"] = option("float32", heading="processes")
@@ -284,7 +299,7 @@ class OptimizationConfig(SharedFields):
     """How the learning rate scales with global_batch_size / lr_batch_size."""
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
     """Learning rate schedule after the warm-up."""
-    warmup_epochs: float = option(1.0, low=0, high=MOST_EPOCHS, is_common=True)
+    warmup_epochs: float = option(1.0, low=0, high=MAX_EPOCHS, is_common=True)
     """Length of the linear warm-up from zero, in epochs."""
     min_lr_ratio: float = option(0.0, low=0, high=1)
     """Final learning rate of cosine and linear, as a share of the peak."""
@@ -305,10 +320,10 @@ class OptimizationConfig(SharedFields):
     """Detectors: factor of the feature pyramid's learning rate, or of a DETR's projections and encoder."""
     head_lr_factor: float = option(1.0, low=0, high=10**6)
     """Factor of the head's learning rate; in a DETR, everything after the encoder is head."""
-    freeze_stages: str = option("0", check=_wrong_with_stages)
+    freeze_stages: str = option("0", check=_check_stages)
     """Stages of the backbone that do not train, with their BatchNorm: a number (1: stem and first
     stage), stem, or all."""
-    unfreeze_epochs: str = option("", check=_wrong_with_unfreezing)
+    unfreeze_epochs: str = option("", check=_check_unfreezing)
     """Epochs after which the frozen stages begin to train, as equal parts, from the last stage to
     the first (4 stages and 1,2: two after epoch 1, two and the stem after epoch 2). Default:
     never."""

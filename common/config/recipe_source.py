@@ -17,21 +17,24 @@ from common.durable import make_folder, replace_file
 from common.errors import Refused
 
 FOLDER = "source"  # in a run folder: the source of the run's newest start
-_LINES, _WIDTH = 12, 120  # limits of a difference that is shown
+# Of a difference in a message.
+_MAX_LINES = 12
+_MAX_COLUMNS = 120
 
 Source = dict[str, str]  # name of a file, relative to the folder of the recipe -> its text
 
 
-def started(config: object = None) -> Path | None:
-    """The recipe's file: the script that Python runs, else the module that defines the class of
-    `config`; None without both.
+def find_recipe_file(config: object = None) -> Path | None:
+    """The recipe's file: the script that Python runs, else the module of the class of `config`.
 
-    Raises `Refused` for a class that is defined in cells of a notebook, whose changes no file would tell.
+    None without both. Raises `Refused` for a class that is defined in cells of a notebook, whose
+    changes no file would show.
     """
     if hasattr(sys.modules["__main__"], "__file__") and Path(sys.argv[0]).is_file():
         return Path(sys.argv[0])
-    file = getattr(sys.modules.get(type(config).__module__), "__file__", None) or ""
-    if Path(file).is_file():
+    module = sys.modules.get(type(config).__module__)
+    file = getattr(module, "__file__", None)
+    if file and Path(file).is_file():
         return Path(file)
     if config is not None:
         raise Refused(
@@ -41,93 +44,119 @@ def started(config: object = None) -> Path | None:
     return None
 
 
-def stem(config: object = None) -> str:
+def get_recipe_name(config: object = None) -> str:
     """The recipe's name, from which run names are made: `hard` for hard.py."""
-    file = started(config)
+    file = find_recipe_file(config)
     return file.stem if file else ""
 
 
-def read(config: object = None) -> Source:
+def read_source(config: object = None) -> Source:
     """The recipe's source, its main file first. Each file is read once, when this module is imported."""
-    file = started(config)
+    file = find_recipe_file(config)
     if not file:
         return {}
     file = file.resolve()
-    folder, names = file.parent, [file.name]
+    folder = file.parent
+    names = [file.name]
     for name in names:  # grows in the loop
-        names += [other for other in _imported(name, folder) if other not in names]
-    return {name: _text(folder / name) for name in names}
+        for imported in _find_imports(name, folder):
+            if imported not in names:
+                names.append(imported)
+    return {name: _read_text(folder / name) for name in names}
 
 
-def digests(source: Source) -> dict[str, str]:
+def hash_files(source: Source) -> dict[str, str]:
     """The SHA-256 of each file."""
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in source.items()}
 
 
-def difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def diff_sources(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """A short unified diff of two sources without comments and docstrings; empty if they are equal."""
-    lines = []
     # The recipe itself, which may have been renamed.
-    mains = next(iter(before), ""), next(iter(now), "")
-    others = sorted((before.keys() | now.keys()) - {*mains})
-    for was, name in (mains, *zip(others, others, strict=True)):
-        texts = before.get(was, ""), now.get(name, "")
-        plain = texts if texts[0] == texts[1] else [*map(_plain, texts)]
-        if plain[0] != plain[1]:
-            old, new = (text.splitlines() for text in plain)
-            found = difflib.unified_diff(old, new, f"{was} before", f"{name} now", lineterm="", n=0)
-            # Whose numbers are not the file's.
-            lines += [line[:_WIDTH] for line in found if not line.startswith("@@")]
-    more = len(lines) - _LINES
-    return lines if more <= 0 else [*lines[:_LINES], f"... and {more} more lines"]
+    main_before = next(iter(before), "")
+    main_after = next(iter(after), "")
+    lines = _diff_files(before, after, main_before, main_after)
+    for name in sorted((before.keys() | after.keys()) - {main_before, main_after}):
+        lines += _diff_files(before, after, name, name)
+    if len(lines) > _MAX_LINES:
+        num_more = len(lines) - _MAX_LINES
+        lines = lines[:_MAX_LINES] + [f"... and {num_more} more lines"]
+    return lines
+
+
+def _diff_files(
+    before: Mapping[str, str], after: Mapping[str, str], name_before: str, name_after: str
+) -> list[str]:
+    """The lines in which a file of two sources differs."""
+    text_before = before.get(name_before, "")
+    text_after = after.get(name_after, "")
+    if text_before == text_after:
+        return []
+    lines = difflib.unified_diff(
+        _strip_comments(text_before).splitlines(),
+        _strip_comments(text_after).splitlines(),
+        fromfile=f"{name_before} before",
+        tofile=f"{name_after} now",
+        lineterm="",
+        n=0,
+    )
+    # The numbers in lines with @@ are not the file's.
+    return [line[:_MAX_COLUMNS] for line in lines if not line.startswith("@@")]
 
 
 @functools.cache
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace")
 
 
 @functools.cache
-def _imported(file: str, folder: Path) -> list[str]:
+def _find_imports(file: str, folder: Path) -> list[str]:
     """Files in `folder` that `file` imports, except `common`."""
-    names = set()
+    modules: set[str] = set()
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        for node in ast.walk(ast.parse(_text(folder / file))):
+        for node in ast.walk(ast.parse(_read_text(folder / file))):
             if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
+                modules.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                module = node.module or ""
-                names |= {module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)}
-    places = [
-        name.replace(".", "/") for name in sorted(names) if name and name.split(".")[0] != "common"
-    ]
-    files = [f"{place}{end}" for place in places for end in (".py", "/__init__.py")]
-    return [file for file in files if (folder / file).is_file()]
+                package = "" if node.module is None else node.module
+                modules.add(package)
+                for alias in node.names:
+                    modules.add(f"{package}.{alias.name}".lstrip("."))
+    files = []
+    for module in sorted(modules):
+        if module and module.split(".")[0] != "common":
+            path = module.replace(".", "/")
+            files += [f"{path}.py", f"{path}/__init__.py"]
+    return [name for name in files if (folder / name).is_file()]
 
 
-def keep(source: Source, run: Path) -> None:
+def save_source(source: Source, run: Path) -> None:
     """Write the source into a run folder, durably."""
     for name, text in source.items():
-        make_folder((run / FOLDER / name).parent)
-        replace_file(run / FOLDER / name, text.encode())
+        file = run / FOLDER / name
+        make_folder(file.parent)
+        replace_file(file, text.encode())
 
 
-def _plain(text: str) -> str:
-    """`text` without comments and docstrings, in a normal form; unchanged if this Python version
-    can't parse it.
+def _strip_comments(text: str) -> str:
+    """`text` without comments and docstrings, in a normal form.
+
+    It stays unchanged if this Python version can't parse it.
     """
     try:
         tree = ast.parse(text)
         for node in ast.walk(tree):
-            if isinstance(body := getattr(node, "body", None), list):
-                body[:] = [
-                    line
-                    for line in body
-                    if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
-                ]
+            body = getattr(node, "body", None)
+            if isinstance(body, list):
+                body[:] = [statement for statement in body if not _is_constant(statement)]
         return ast.unparse(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return text
 
 
-read()  # now, before somebody edits the file: the other imports take seconds
+def _is_constant(statement: ast.AST) -> bool:
+    """True for a docstring, or another value that a statement consists of."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+read_source()  # now, before somebody edits the file: the other imports take seconds

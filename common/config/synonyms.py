@@ -55,7 +55,7 @@ HINTS = {
     "--val_share": "val_split validation_split val_size val_ratio",
     "--config": "cfg config_yaml opts cfg_options",
 }
-OF_LAUNCHER = {
+LAUNCHER_HINTS = {
     "a flag of accelerate launch, before the recipe": (
         "num_processes num_machines multi_gpu gpu_ids config_file machine_rank mixed_precision"
     ),
@@ -69,24 +69,30 @@ OF_LAUNCHER = {
 }
 
 
-def hint(name: str, flags: Collection[str], recipe: Path) -> str:
+def suggest_flag(name: str, flags: Collection[str], recipe: Path) -> str:
     """A hint about the unknown flag `name` for a recipe with these `flags`; "" if there is none.
 
-    hint("wd", ["lr", "weight_decay"], Path("recipes/cls.py")) -> "; here it is --weight_decay"
+    suggest_flag("wd", ["lr", "weight_decay"], Path("recipes/cls.py")) -> "; here it is --weight_decay"
     """
     name = name.lower().replace("-", "_")
-    known = {
-        text: names
-        for text, names in HINTS.items()
-        if re.split(r"\W+", text)[1] in (*flags, "config")
-    }
-    for text, names in (known | OF_LAUNCHER).items():
-        if name in names.split():
+    for text, synonyms in HINTS.items():
+        flag = re.split(r"\W+", text)[1]
+        if (flag in flags or flag == "config") and name in synonyms.split():
             return f"; here it is {text}"
-    for file in (
-        sorted(recipe.parent.glob("*.py")) if name.isidentifier() and name not in flags else ()
-    ):
-        text = "" if file.name == recipe.name else file.read_text(errors="replace")
-        if "\nclass Config(" in text and re.search(rf"^    {name}: ", text, re.MULTILINE):
+    for text, synonyms in LAUNCHER_HINTS.items():
+        if name in synonyms.split():
+            return f"; here it is {text}"
+    if not name.isidentifier() or name in flags:
+        return ""
+    for file in sorted(recipe.parent.glob("*.py")):
+        if file.name != recipe.name and _has_flag(file, name):
             return f"; it is a flag of {file.absolute().parent.name}/{file.name}"
     return ""
+
+
+def _has_flag(recipe: Path, name: str) -> bool:
+    """True if the file is a recipe whose configuration has the field `name`."""
+    text = recipe.read_text(errors="replace")
+    if "\nclass Config(" not in text:
+        return False
+    return bool(re.search(rf"^    {name}: ", text, re.MULTILINE))

@@ -7,7 +7,7 @@ from common.imports import export_lazily
 if TYPE_CHECKING:
     from common.data.batch_plan import BatchPlan
     from common.data.images import BrokenImage
-    from common.data.loader import DeviceBatch, evaluation_loader
+    from common.data.loader import DeviceBatch, create_eval_loader
     from common.data.source import Source
     from common.data.stream import Stream
 

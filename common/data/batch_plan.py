@@ -1,8 +1,18 @@
 """Batch plan: how a global batch is spread over processes and micro-steps."""
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
 
 from common.errors import Refused
+
+Integers = TypeVar("Integers", int, np.ndarray)
+
+
+def ceil_div(dividend: Integers, divisor: int) -> Integers:
+    """Quotient of integers, rounded up."""
+    return -(-dividend // divisor)
 
 
 @dataclass(frozen=True)
@@ -23,13 +33,11 @@ class BatchPlan:
     undivided_for: str = ""
 
     def __post_init__(self):
-        size, unit, world, limit = (
-            self.global_batch_size,
-            self.unit,
-            self.world_size,
-            self.max_micro_batch_size,
-        )
-        together = (
+        size = self.global_batch_size
+        unit = self.unit
+        world_size = self.world_size
+        limit = self.max_micro_batch_size
+        unit_text = (
             f"the {unit} samples that belong together (MixUp and CutMix pairs, groups of "
             "--norm_batch_size)"
         )
@@ -39,45 +47,47 @@ class BatchPlan:
             )
         if limit < unit:
             raise Refused(
-                f"--max_micro_batch_size {limit} is less than {together}: take at least {2 * unit}"
+                f"--max_micro_batch_size {limit} is less than {unit_text}: take at least {2 * unit}"
             )
         if size % unit:
-            fitting = unit if limit >= 2 * unit else unit * world
+            divisor = unit if limit >= 2 * unit else unit * world_size
             raise Refused(
-                f"--global_batch_size {size} does not divide into {together}: take a multiple of "
-                f"{fitting}"
+                f"--global_batch_size {size} does not divide into {unit_text}: take a multiple of "
+                f"{divisor}"
             )
-        if size // unit < world:
+        if size // unit < world_size:
             raise Refused(
-                f"--global_batch_size {size} leaves some of {world} processes without a sample "
-                f"(the least share is {unit}): take at least {world * unit} or start fewer "
-                "processes"
+                f"--global_batch_size {size} leaves some of {world_size} processes without a "
+                f"sample (the least share is {unit}): take at least {world_size * unit} or start "
+                "fewer processes"
             )
         if self.undivided_for and self.micro_steps > 1:
             raise Refused(
                 f"{self.undivided_for} needs the whole share of a process at once, not "
                 f"{self.micro_steps} micro-steps: raise --max_micro_batch_size to "
-                f"{unit * -(-self.units // world)}, or take --batch_norm group"
+                f"{unit * ceil_div(self.num_units, world_size)}, or take --batch_norm group"
             )
-        if self.units < self.parts:
+        if self.num_units < self.num_micro_batches:
             raise Refused(
-                f"--global_batch_size {size} on {world} processes can't be cut into equally many "
-                f"non-empty micro-batches of at most {limit}: take --max_micro_batch_size "
+                f"--global_batch_size {size} on {world_size} processes can't be cut into equally "
+                f"many non-empty micro-batches of at most {limit}: take --max_micro_batch_size "
                 f"{2 * unit}"
             )
 
     @property
-    def units(self) -> int:
+    def num_units(self) -> int:
         """Number of indivisible units in a global batch."""
         return self.global_batch_size // self.unit
 
     @property
     def micro_steps(self) -> int:
         """Number of forward and backward passes that each rank makes per optimizer step."""
-        return -(-self.units // (self.world_size * (self.max_micro_batch_size // self.unit)))
+        max_units = self.max_micro_batch_size // self.unit
+        return ceil_div(self.num_units, self.world_size * max_units)
 
     @property
-    def parts(self) -> int:
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches in a global batch."""
         return self.world_size * self.micro_steps
 
     @property
@@ -93,29 +103,29 @@ class BatchPlan:
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """The one or two sizes of micro-batches, largest first."""
-        sizes = {self.unit * (-(-self.units // self.parts)), self.unit * (self.units // self.parts)}
-        return tuple(sorted(sizes, reverse=True))
+        largest = self.unit * ceil_div(self.num_units, self.num_micro_batches)
+        smallest = self.unit * (self.num_units // self.num_micro_batches)
+        if smallest == largest:
+            return (largest,)
+        return largest, smallest
 
     def __str__(self) -> str:
-        world, steps, sizes = (
-            self.world_size,
-            self.micro_steps,
-            " or ".join(map(str, self.micro_batch_sizes)),
-        )
-        processes, micro_steps = f"process{'es' * (world > 1)}", f"micro-step{'s' * (steps > 1)}"
+        processes = "process" if self.world_size == 1 else "processes"
+        micro_steps = "micro-step" if self.micro_steps == 1 else "micro-steps"
+        sizes = " or ".join(map(str, self.micro_batch_sizes))
         return (
-            f"{self.global_batch_size} = {world} {processes} x {steps} {micro_steps} x {sizes} "
-            "samples"
+            f"{self.global_batch_size} = {self.world_size} {processes} x {self.micro_steps} "
+            f"{micro_steps} x {sizes} samples"
         )
 
-    def span(self, rank: int, micro_step: int) -> tuple[int, int]:
-        """Where in the global batch this micro-batch lies: `(low, high)`, high excluded.
+    def get_span(self, rank: int, micro_step: int) -> tuple[int, int]:
+        """The range of a micro-batch in the global batch: `(low, high)`, high excluded.
 
-        1,024 samples on 3 ranks: `span(0, 0) == (0, 342)`, `span(1, 0) == (342, 683)`, `span(2, 0)
-        == (683, 1024)`.
+        1,024 samples on 3 ranks: `get_span(0, 0) == (0, 342)`, `get_span(1, 0) == (342, 683)`,
+        `get_span(2, 0) == (683, 1024)`.
         """
-        part = rank * self.micro_steps + micro_step
-        return self._cut(part), self._cut(part + 1)
+        index = rank * self.micro_steps + micro_step
+        return self._get_start(index), self._get_start(index + 1)
 
-    def _cut(self, part: int) -> int:
-        return self.unit * -(-self.units * part // self.parts)
+    def _get_start(self, index: int) -> int:
+        return self.unit * ceil_div(self.num_units * index, self.num_micro_batches)

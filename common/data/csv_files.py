@@ -16,23 +16,25 @@ from common.files import OddFile, read_bytes
 _SEPARATORS = ",;\t|"
 _WHOLE_NUMBER = r"^(0|-?[1-9][0-9]{0,17})(\.0+)?$"  # 007 is a name
 _MAX_BYTES = 2**32
-_LOOKED_AT = 2**14  # bytes whose lines decide on the separator
-IMAGE_NAME = f"(?i:{'|'.join(map(re.escape, sorted(SUFFIXES)))})"  # the end of an image's name
+_NUM_SAMPLE_BYTES = 2**14  # whose lines decide on the separator
+_SUFFIX_PATTERNS = [re.escape(suffix) for suffix in sorted(SUFFIXES)]
+IMAGE_NAME = f"(?i:{'|'.join(_SUFFIX_PATTERNS)})"  # the end of an image's name
 
 
-def read_csv(parts: Mapping[str, Sequence[str]]) -> dict[str, pa.Table]:
-    """The rows of each part's files: int64 where all parts have whole numbers, else text. Raises
-    `Refused`.
+def read_csv(files_by_split: Mapping[str, Sequence[str]]) -> dict[str, pa.Table]:
+    """The rows of each split's files. Raises `Refused`.
+
+    A column is int64 if all splits have whole numbers in it, else text.
     """
     tables = {}
-    for part, files in parts.items():
-        tables[part] = pa.concat_tables(map(_read, files), promote_options="default")
-    # A part may lack columns, such as labels.
+    for split, files in files_by_split.items():
+        tables[split] = pa.concat_tables(map(_read, files), promote_options="default")
+    # A split may lack columns, such as labels.
     joined = pa.concat_tables(tables.values(), promote_options="default")
-    typed = pa.table({name: as_numbers(joined[name]) for name in joined.column_names})
+    typed = pa.table({name: parse_integers(joined[name]) for name in joined.column_names})
     start = 0
-    for part, table in tables.items():
-        tables[part] = typed.slice(start, len(table)).select(table.column_names)
+    for split, table in tables.items():
+        tables[split] = typed.slice(start, len(table)).select(table.column_names)
         start += len(table)
     return tables
 
@@ -106,12 +108,10 @@ def _parse(
 
 
 def _decode(content: bytes) -> bytes:
-    """A file's text in UTF-8, without a mark of the byte order, and with line breaks as newlines.
-    Raises UnicodeDecodeError.
-    """
+    """A file's text in UTF-8, without a byte order mark. Raises UnicodeDecodeError."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         content = content.decode("utf-16").encode()
-    if b"\n" not in content:  # of an old Macintosh
+    if b"\n" not in content:  # an old Macintosh ends lines otherwise
         content = content.replace(b"\r", b"\n")
     return content.removeprefix(codecs.BOM_UTF8)
 
@@ -121,23 +121,26 @@ def _find_separator(content: bytes) -> tuple[str, int]:
 
     It is the one that stands as often in the next lines as in the first one; quoted texts do not count.
     """
-    if named := re.match(rb'"?sep=([,;\t|])"?\r?\n', content):
-        return named[1].decode(), named.end()
-    head, *lines = re.sub('"[^"]*"', "", content[:_LOOKED_AT].decode(errors="replace")).split("\n")
-    scores = {}
+    declaration = re.match(rb'"?sep=([,;\t|])"?\r?\n', content)
+    if declaration:
+        return declaration[1].decode(), declaration.end()
+    text = content[:_NUM_SAMPLE_BYTES].decode(errors="replace")
+    head, *lines = re.sub('"[^"]*"', "", text).split("\n")
+    best_separator = _SEPARATORS[0]
+    best_score = (-1, -1)
     for separator in _SEPARATORS:
-        count = head.count(separator)
-        scores[separator] = (
-            [line.count(separator) == count > 0 for line in lines].count(True),
-            count,
-        )
-    return max(scores, key=lambda separator: scores[separator]), 0
+        num_in_head = head.count(separator)
+        num_equal = 0
+        if num_in_head:
+            num_equal = sum(line.count(separator) == num_in_head for line in lines)
+        if (num_equal, num_in_head) > best_score:
+            best_separator = separator
+            best_score = (num_equal, num_in_head)
+    return best_separator, 0
 
 
 def _refuse_swallowed_rows(file: str, table: pa.Table, separator: str, first_line: int) -> None:
-    """Raise `Refused` if a cell holds a row that names an image, as behind a quotation mark that is
-    not closed.
-    """
+    """Raise `Refused` if a cell holds a row that names an image: a quotation mark is not closed."""
     row = rf'\n[^\n]*{IMAGE_NAME}"*\s*({re.escape(separator)}|\n|$)'
     for column in table.columns:
         index = pc.index(pc.match_substring_regex(column, row), True).as_py()
@@ -154,8 +157,10 @@ def trim(column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
     return pc.if_else(pc.equal(column, ""), pa.scalar(None, column.type), column)
 
 
-def as_numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def parse_integers(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """A column of texts as int64 if all of them are whole numbers, else as texts; empty ones become null."""
     column = trim(column)
     is_whole = pc.all(pc.match_substring_regex(column, _WHOLE_NUMBER), min_count=1).as_py()
-    return pc.replace_substring_regex(column, r"\..*", "").cast(pa.int64()) if is_whole else column
+    if not is_whole:
+        return column
+    return pc.replace_substring_regex(column, r"\..*", "").cast(pa.int64())

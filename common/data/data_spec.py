@@ -1,5 +1,6 @@
-"""Opening of data: a format gives named parts, a `DataSpec` says which are read, and one to train
-on may be divided.
+"""Opening of data: a format gives named splits, and a `DataSpec` says which are read.
+
+A split to train on may be divided: a share of it is held out.
 """
 
 import itertools
@@ -8,38 +9,44 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from common.config.origin import Origin
 from common.data import splits
 from common.data.duplicates import find_copies
-from common.data.images import BrokenImage, has_image_suffix, opened
+from common.data.images import BrokenImage, has_image_suffix, open_image
 from common.data.notes import Notes
-from common.data.source import Files, ModelClasses, earlier_fingerprint, group_by_folder, spread
-from common.data.splits import Piece, kind_of
+from common.data.source import (
+    Files,
+    ModelClasses,
+    compute_legacy_fingerprint,
+    group_by_folder,
+    sample_evenly,
+)
+from common.data.splits import Subset, get_split_kind
 from common.errors import Refused
 from common.files import walk
 from common.randomness import key_of
 
-_SHOWN = 5  # class names in a row of the start table
+_MAX_NAMES = 5  # of classes, in a row of the start table
 _SHARDS = re.compile(r"\.tar($|[,?])|^\w+://")
 
 S = TypeVar("S")  # a source: images with labels, or with boxes
 
 
 @dataclass
-class Parts(Generic[S]):
-    """Data in one of the formats: parts that are named, and not read yet."""
+class DataSplits(Generic[S]):
+    """Data in one of the formats: splits that are named, and not read yet."""
 
-    labels: Mapping[str, str]  # name of each part -> how messages call it
+    labels: Mapping[str, str]  # name of each split -> how messages call it
     # Names -> sources, all with the classes of the first. Raises `Refused`
     read: Callable[[Sequence[str]], list[S]]
 
 
-class Given(Parts[S]):
-    """Parts that are sources already."""
+class LoadedSplits(DataSplits[S]):
+    """Splits that are sources already."""
 
     def __init__(self, sources: Mapping[str, Any]):
         labels = {name: source.part for name, source in sources.items()}
@@ -48,7 +55,7 @@ class Given(Parts[S]):
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Which data a run reads, and which parts of them. Each task adds fields of its formats."""
+    """Which data a run reads, and which splits of them. Each task adds fields of its formats."""
 
     data: str
     seed: int
@@ -58,25 +65,23 @@ class DataSpec:
     image_column: str = ""
     streaming: bool = False
     shard_memory: int = 1024  # MiB
-    alone: bool = False  # True for only the part to evaluate a trained model on
-    held_out: bool = False  # True if that model was trained on these data without a held-out share
+    is_eval_only: bool = False  # True for only the split to evaluate a trained model on
+    is_training_data: bool = False  # True if that model was trained on these data without --split
 
     table_fields: ClassVar[tuple[str, ...]] = ("image_column",)  # that only tables use
 
     @classmethod
-    def of(cls, config: Any, weights: Origin | None = None, **options: Any) -> Self:
+    def from_config(cls, config: Any, weights: Origin | None = None, **options: Any) -> Self:
         """The fields above from `options`, or else from `config`; with `weights`, to evaluate these."""
-        given = {
-            field.name: getattr(config, field.name)
-            for field in fields(cls)
-            if hasattr(config, field.name)
-        }
+        values = {}
+        for field in fields(cls):
+            if hasattr(config, field.name):
+                values[field.name] = getattr(config, field.name)
         if weights:
-            given |= {
-                "alone": True,
-                "held_out": weights.trained_on(config.data) and not weights.config.get("split"),
-            }
-        return cls(**(given | options))
+            values["is_eval_only"] = True
+            if not weights.config.get("split"):
+                values["is_training_data"] = weights.trained_on(config.data)
+        return cls(**(values | options))
 
     def is_sharded(self) -> bool:
         """True if the data are shards, which `common.shards` opens. A collective. Raises `Refused`.
@@ -97,80 +102,80 @@ class DataSpec:
     def refuse_columns(self) -> None:
         """Raises `Refused` if columns are named, for data that are no table."""
         if any(getattr(self, name) for name in self.table_fields):
-            *flags, last = (f"--{name}" for name in self.table_fields)
+            flags = [f"--{name}" for name in self.table_fields]
             raise Refused(
-                f"--data {self.data}: is no table, so leave out {', '.join(flags)} and {last}"
+                f"--data {self.data}: is no table, so leave out {', '.join(flags[:-1])} and "
+                f"{flags[-1]}"
             )
 
-    def pieces(self, labels: Mapping[str, str]) -> tuple[Piece, ...]:
-        """The pieces to train on and to evaluate on; with `alone`, only the latter."""
-        if self.alone:
-            return splits.choose_part(self.data, labels, self.split, self.held_out)
-        return splits.choose(self.data, labels, self.split)
+    def choose_subsets(self, labels: Mapping[str, str]) -> tuple[Subset, ...]:
+        """The subsets to train on and to evaluate on; with `is_eval_only`, only the latter."""
+        if self.is_eval_only:
+            return splits.choose_eval_subset(self.data, labels, self.split, self.is_training_data)
+        return splits.choose_subsets(self.data, labels, self.split)
 
     def divide(
-        self, labels: Mapping[str, str], pieces: Sequence[Piece], sources: Mapping[str, S]
+        self, labels: Mapping[str, str], subsets: Sequence[Subset], sources: Mapping[str, S]
     ) -> tuple[S, ...]:
-        """The source of each piece. Sides are chosen by `seed`, each image's path or row, and the
-        classes of boxes.
+        """The source of each subset, whose sides are chosen if a split is divided. Raises `Refused`.
 
-        Its `part` becomes `val/` or `20 % held out of train/`; the second one's also names other
-        parts to evaluate.
+        `seed`, each image's path or row, and the classes of boxes decide on the sides. A source's
+        `part` becomes `val/` or `20 % held out of train/`; that of the second one also names other
+        splits to evaluate on.
         """
-        if (
-            self.group_column
-            and not self.alone
-            and all(piece.side == splits.WHOLE for piece in pieces)
-        ):
-            problem = f"nothing is held out, since {labels[pieces[-1].name]} is evaluated"
+        is_divided = any(subset.side != splits.WHOLE for subset in subsets)
+        if self.group_column and not self.is_eval_only and not is_divided:
+            problem = f"nothing is held out, since {labels[subsets[-1].name]} is evaluated"
             raise Refused(f"--group_column {self.group_column}: {problem}; leave it out")
-        used = {piece.name for piece in pieces}
-        others = "".join(
-            f"; {label}: for --split {kind_of(name)}"
-            for name, label in labels.items()
-            if kind_of(name) in ("val", "test") and name not in used
-        )
-        found: list[Any] = []
-        rows: dict[str, Any] = {}
-        for piece in pieces:
-            source: Any = sources[piece.name]
-            part = labels[piece.name]
-            if piece.side != splits.WHOLE:
-                if not rows:
-                    groups, is_copy = self._find_groups(source, part)
-                    numbers = source.random_numbers(key_of(self.seed, "held out"))
-                    side = "the same side"
-                    try:
-                        kept, held_out = splits.held_out(
-                            numbers, source.strata, self.val_share, groups
-                        )
-                    except Refused:
-                        if not is_copy.any():
-                            raise
-                        kept, held_out = splits.held_out(numbers, source.strata, self.val_share)
-                        side = "any side, since few images are different"
-                    notes = _note_images(
-                        part, is_copy, source, f"are copies, by path or bytes, of others on {side}"
-                    )
-                    rows = {splits.KEPT: kept, splits.HELD_OUT: held_out}
-                source = replace(source, notes=source.notes + notes).select(rows[piece.side])
-                is_kept = piece.side == splits.KEPT
-                share = 100 * (1 - self.val_share if is_kept else self.val_share)
-                part = f"{share:.3g} % {'' if is_kept else 'held out '}of {part}"
-                if self.group_column:
-                    part += f" by {self.group_column}"
-            elif found and pieces[0].name != piece.name:
-                source = replace(
-                    source, notes=source.notes + _find_shared(self.data, part, found[0], source)
-                )
-            found.append(replace(source, part=part + others * bool(found)))
-        return tuple(found)
+        result: list[Any] = []
+        division: _Division | None = None
+        for subset in subsets:
+            source: Any = sources[subset.name]
+            part = labels[subset.name]
+            if subset.side != splits.WHOLE:
+                if division is None:
+                    division = self._hold_out(source, part)
+                source = replace(source, notes=source.notes + division.notes)
+                source = source.select(division.indices[subset.side])
+                part = self._describe_side(part, subset.side)
+            elif result and subsets[0].name != subset.name:
+                notes = _find_shared_images(self.data, part, result[0], source)
+                source = replace(source, notes=source.notes + notes)
+            if result:
+                part += _describe_unused(labels, subsets)
+            result.append(replace(source, part=part))
+        return tuple(result)
+
+    def _hold_out(self, source: Any, part: str) -> "_Division":
+        """The two sides of `source`, which messages call `part`. Raises `Refused`."""
+        groups, is_copy = self._find_groups(source, part)
+        hashes = source.hash_images(key_of(self.seed, "held out"))
+        side = "the same side"
+        try:
+            train, val = splits.hold_out(hashes, source.strata, self.val_share, groups)
+        except Refused:
+            if not is_copy.any():
+                raise
+            train, val = splits.hold_out(hashes, source.strata, self.val_share)
+            side = "any side, since few images are different"
+        change = f"are copies, by path or bytes, of others on {side}"
+        notes = _note_images(part, is_copy, source, change)
+        return _Division({splits.TRAIN_SIDE: train, splits.HELD_OUT: val}, notes)
+
+    def _describe_side(self, part: str, side: str) -> str:
+        """How messages call one side of `part`: `80 % of train/` or `20 % held out of train/`."""
+        if side == splits.TRAIN_SIDE:
+            text = f"{100 * (1 - self.val_share):.3g} % of {part}"
+        else:
+            text = f"{100 * self.val_share:.3g} % held out of {part}"
+        if self.group_column:
+            text += f" by {self.group_column}"
+        return text
 
     def _find_groups(self, source: Any, part: str) -> tuple[np.ndarray | None, np.ndarray]:
-        """Groups int64[N] of images to hold out together, of `group_column` or of copies, and
-        bool[N], True for a copy.
+        """Groups int64[N] of images to hold out together, and bool[N], True for a copy of another image.
 
-        Raises `Refused`.
+        They are groups of `group_column`, or of copies. Raises `Refused`.
         """
         is_copy = np.zeros(len(source), bool)
         if self.group_column:
@@ -183,17 +188,36 @@ class DataSpec:
                     f"--group_column {self.group_column}: {part} has no such column; {advice}"
                 )
             return images.groups, is_copy
-        first_of = find_copies(source)
-        is_copy = first_of != np.arange(len(source))
-        return (first_of if is_copy.any() else None), is_copy
+        first_copies = find_copies(source)
+        is_copy = first_copies != np.arange(len(source))
+        return (first_copies if is_copy.any() else None), is_copy
 
 
-def _find_shared(data: str, part: str, train: Any, val: Any) -> tuple[str, ...]:
-    """A note if images of `val`, the part of that name, are in `train`, too. Raises `Refused` if
-    most of them are.
+class _Division(NamedTuple):
+    """How a source is divided: int64 indices of each side, and notes about it."""
+
+    indices: Mapping[str, np.ndarray]
+    notes: tuple[str, ...]
+
+
+def _describe_unused(labels: Mapping[str, str], subsets: Sequence[Subset]) -> str:
+    """Which splits to evaluate on are in no subset, as the end of a text."""
+    used = get_split_names(subsets)
+    text = ""
+    for name, label in labels.items():
+        kind = get_split_kind(name)
+        if kind in ("val", "test") and name not in used:
+            text += f"; {label}: for --split {kind}"
+    return text
+
+
+def _find_shared_images(data: str, part: str, train: Any, val: Any) -> tuple[str, ...]:
+    """A note if images of `val`, which messages call `part`, are in `train`, too.
+
+    Raises `Refused` if most of them are.
     """
-    first_of = find_copies(train, val)
-    is_shared = np.isin(first_of[len(train) :], first_of[: len(train)])
+    first_copies = find_copies(train, val)
+    is_shared = np.isin(first_copies[len(train) :], first_copies[: len(train)])
     if not is_shared.any():
         return ()
     notes = _note_images(part, is_shared, val, f"are in {train.part}, too, by path or bytes")
@@ -206,9 +230,10 @@ def _find_shared(data: str, part: str, train: Any, val: Any) -> tuple[str, ...]:
 
 
 def _note_images(part: str, is_counted: np.ndarray, source: Any, change: str) -> tuple[str, ...]:
+    """A note about the images that `is_counted`, bool[N], says; `change` is what happens to them."""
     notes = Notes(part, "images")
     notes.change(change, source.name(int(is_counted.argmax())), is_counted.sum())
-    return notes.texts(len(source))
+    return notes.format_lines(len(source))
 
 
 def names_shards(data: str) -> bool:
@@ -225,7 +250,7 @@ def list_tars(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     files = itertools.chain(folder.glob("[!.]*.tar"), folder.glob("[!.]*/[!.]*.tar"))
-    tars = sorted(map(str, files))
+    tars = sorted(str(file) for file in files)
     if not tars:
         return []
     num_images = 0
@@ -236,21 +261,22 @@ def list_tars(folder: Path) -> list[str]:
     return tars
 
 
-def names_of(pieces: Sequence[Piece]) -> list[str]:
-    """The names of all parts that pieces are of."""
-    return [*dict.fromkeys(piece.name for piece in pieces)]
+def get_split_names(subsets: Sequence[Subset]) -> list[str]:
+    """The names of all splits that subsets are of."""
+    return list(dict.fromkeys(subset.name for subset in subsets))
 
 
-def read(parts: Parts[S], pieces: Sequence[Piece]) -> dict[str, S]:
-    """The sources of all parts that pieces are of, undivided, by name. Raises `Refused`."""
-    names = names_of(pieces)
-    return dict(zip(names, parts.read(names), strict=True))
+def read_splits(data_splits: DataSplits[S], subsets: Sequence[Subset]) -> dict[str, S]:
+    """The sources of all splits that subsets are of, undivided, by name. Raises `Refused`."""
+    names = get_split_names(subsets)
+    return dict(zip(names, data_splits.read(names), strict=True))
 
 
 @contextmanager
-def reading(data: str) -> Iterator[None]:
-    """A block that may download data: one process of each machine goes first. A collective. Raises
-    `Refused`.
+def guard_reading(data: str) -> Iterator[None]:
+    """A block that may download data: one process of each machine goes first. A collective.
+
+    Raises `Refused` for a file that can't be read.
     """
     # Imported late, since it imports torch.
     from common.distributed.collectives import main_process_first
@@ -268,84 +294,103 @@ def reading(data: str) -> Iterator[None]:
             ) from error
 
 
-def same_everywhere(sources: Sequence[S]) -> tuple[S, S]:
+def check_train_and_val(sources: Sequence[S]) -> tuple[S, S]:
     """(train, val), or the only source twice, the same on all ranks. A collective. Raises `Refused`."""
     from common.distributed.collectives import check_same_on_all_ranks
 
-    train, val = sources[0], sources[-1]
-    check_same_on_all_ranks("data", fingerprint(train, val))
+    train = sources[0]
+    val = sources[-1]
+    check_same_on_all_ranks("data", join_fingerprints(train, val))
     return train, val
 
 
-def fingerprint(train: Any, val: Any) -> str:
+def join_fingerprints(train: Any, val: Any) -> str:
     """Names the data of a run: both sources, in 25 characters."""
     return f"{train.fingerprint[:12]}-{val.fingerprint[:12]}"
 
 
 def is_fingerprint(recorded: str, train: Any, val: Any) -> bool:
-    """True if a run of this version, or of an earlier one, has `recorded` these data; "" if there
-    is no such run.
-    """
-    if not recorded or recorded == fingerprint(train, val):
-        return bool(recorded)
-    return recorded == f"{earlier_fingerprint(train)[:12]}-{earlier_fingerprint(val)[:12]}"
+    """True if a run of this version, or of an earlier one, has `recorded` these data, "" without a run."""
+    if not recorded:
+        return False
+    if recorded == join_fingerprints(train, val):
+        return True
+    legacy_train = compute_legacy_fingerprint(train)
+    legacy_val = compute_legacy_fingerprint(val)
+    return recorded == f"{legacy_train[:12]}-{legacy_val[:12]}"
 
 
 def match_classes(
     weights: Origin, data: str, val: S, aliases: Mapping[str, str] | None = None
 ) -> tuple[S, S]:
-    """What `--eval_only` evaluates `weights` on: (source with the model's classes, `val` with its
-    `model_classes`).
+    """`val` with the model's classes, and with `model_classes`: what `--eval_only` evaluates `weights` on.
 
     The first stands for the training data where a model is built. `aliases` has the model's names
     of classes that the data call otherwise. Raises `Refused` for classes that the model does not
     know.
     """
     source: Any = val
-    ids = weights.places(source.classes, data, aliases or {})
+    ids = weights.get_class_ids(source.classes, data, aliases or {})
     names = tuple(weights.classes or source.classes)
     model_classes = ModelClasses(names, tuple(ids))
     return replace(source, classes=names), replace(source, model_classes=model_classes)
 
 
-def data_rows(data: str, train, val) -> dict[str, str]:
+def describe_data(data: str, train, val) -> dict[str, str]:
     """Rows of the start table about two sources."""
-    classes, counts = train.classes, train.class_counts
     rows = {
-        "data": f"{data}: {len(train):,} + {len(val):,} images of {len(classes):,} classes",
-        "classes": _names(classes),
+        "data": f"{data}: {len(train):,} + {len(val):,} images of {len(train.classes):,} classes",
+        "classes": _format_names(train.classes),
         "trained on": train.part,
         "evaluated": val.part,
         "fingerprint": (
-            f"{fingerprint(train, val)}, names, sizes and labels are the same on all ranks; "
+            f"{join_fingerprints(train, val)}, names, sizes and labels are the same on all ranks; "
             "pixels are not compared"
         ),
     }
-    if counts is not None:
-        few, many = int(counts.argmin()), int(counts.argmax())
-        rows[f"{train.counted_items} per class"] = (
-            f"{counts[few]:,} ({classes[few]}) to {counts[many]:,} ({classes[many]})"
-        )
-    if len(never := np.flatnonzero(val.class_counts == 0)):
-        rows["not evaluated"] = (
-            f"{_names([classes[place] for place in never])}: no {val.counted_items} to evaluate"
-        )
-    for index in spread(len(train)):
-        with suppress(BrokenImage), opened(train.content(index)) as image:
+    if train.class_counts is not None:
+        rows[f"{train.counted_items} per class"] = _describe_counts(train)
+    empty_classes = np.flatnonzero(val.class_counts == 0)
+    if len(empty_classes):
+        names = _format_names([train.classes[class_id] for class_id in empty_classes])
+        rows["not evaluated"] = f"{names}: no {val.counted_items} to evaluate"
+    transparent = _find_transparent(train)
+    if transparent:
+        rows["transparency"] = f"becomes white, as in {transparent}; a fourth band: docs/data.md"
+    if train.notes:
+        rows["train notes"] = "; ".join(train.notes)
+    val_notes = [note for note in val.notes if note not in train.notes]
+    if val_notes:
+        rows["val notes"] = "; ".join(val_notes)
+    return rows
+
+
+def _describe_counts(source) -> str:
+    """The rarest and the most frequent class: `3 (cat) to 1,200 (dog)`."""
+    counts = source.class_counts
+    rarest = int(counts.argmin())
+    commonest = int(counts.argmax())
+    return (
+        f"{counts[rarest]:,} ({source.classes[rarest]}) to "
+        f"{counts[commonest]:,} ({source.classes[commonest]})"
+    )
+
+
+def _find_transparent(source) -> str:
+    """The name of an image with transparent pixels, of a few that are opened; "" if none has any."""
+    for index in sample_evenly(len(source)):
+        with suppress(BrokenImage), open_image(source.content(index)) as image:
             # A header tells most images without transparency; the pixels of the others are decoded.
-            if image.has_transparency_data and image.convert("RGBA").getextrema()[3] != (255, 255):  # type: ignore[misc]
-                rows["transparency"] = (
-                    f"becomes white, as in {train.name(index)}; a fourth band: docs/data.md"
-                )
-                break
-    others = [note for note in val.notes if note not in train.notes]
-    return rows | {
-        name: "; ".join(notes)
-        for name, notes in (("train notes", train.notes), ("val notes", others))
-        if notes
-    }
+            if not image.has_transparency_data:
+                continue
+            alpha_extrema = image.convert("RGBA").getextrema()[3]  # type: ignore[misc]
+            if alpha_extrema != (255, 255):
+                return source.name(index)
+    return ""
 
 
-def _names(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
+def _format_names(names: Sequence[str]) -> str:
+    text = ", ".join(names[:_MAX_NAMES])
+    if len(names) > _MAX_NAMES:
+        text += f" and {len(names) - _MAX_NAMES:,} more"
+    return text

@@ -1,27 +1,26 @@
-"""Duplicates among images: of the same path or bytes; for a dry run, also images that are alike as
-thumbnails.
-"""
+"""Duplicates among images: of the same path or bytes; for a dry run, also of similar thumbnails."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from common.data.batch_plan import ceil_div
 from common.data.images import BrokenImage, read_file
 
-LIMIT = 10_000  # images that are read: about a minute on one core
-_SIDE = 16  # of the thumbnails that are compared, in pixels
-# Largest difference of two thumbnails that are the same picture: root mean square, of 255.
-_APART = 4.0
-# Smallest standard deviation of a thumbnail: flat ones all look alike, only their bytes are
+MAX_THUMBNAILS = 10_000  # images that are read: about a minute on one core
+_SIDE = 16  # of a thumbnail, in pixels
+_MAX_DIFFERENCE = 4.0  # of two thumbnails of the same picture: root mean square, of 255
+# Smallest standard deviation of a thumbnail: flat ones all look the same, only their bytes are
 # compared.
-_ROUGH = 12.0
-_AT_ONCE = 256  # thumbnails that are compared with all others at a time
-_NAMED, _BROKEN = 3, 1_000  # pairs of duplicates, and unreadable images, that are named
+_MIN_DEVIATION = 12.0
+_CHUNK_SIZE = 256  # thumbnails that are compared with all others at a time
+_MAX_NAMED_PAIRS = 3
+_MAX_NAMED_BROKEN = 1_000
 
 # Bytes of so many images, and so many bytes, are compared: about a second.
 _MAX_IMAGES = 20_000
@@ -34,43 +33,42 @@ def find_copies(*sources: Any) -> np.ndarray:
     Images are the same if their paths are, or their bytes. Bytes are compared among images of equal
     size, unless these are many. Images in shards are all different.
     """
-    numbers = np.arange(sum(map(len, sources)))
-    listings = [source.listing() for source in sources]
+    indices = np.arange(sum(len(source) for source in sources))
+    listings = [source.list_files() for source in sources]
     if None in listings:
-        return numbers
-    first_of = numbers.copy()
+        return indices
+    first_copies = indices.copy()
     sizes = np.concatenate([sizes for _, sizes in listings])
     paths = [paths for paths, _ in listings if paths is not None]
     if len(paths) == len(sources):
-        codes = pa.concat_arrays(paths).dictionary_encode(null_encoding="encode").indices.to_numpy()
-        _, firsts = np.unique(codes, return_index=True)
-        first_of = np.where(sizes < 0, numbers, firsts[codes])
+        path_ids = pa.concat_arrays(paths).dictionary_encode(null_encoding="encode").indices
+        path_ids = path_ids.to_numpy()
+        _, first_by_path = np.unique(path_ids, return_index=True)
+        first_copies = np.where(sizes < 0, indices, first_by_path[path_ids])
 
-    candidates = np.flatnonzero((first_of == numbers) & (sizes > 0))
+    candidates = np.flatnonzero((first_copies == indices) & (sizes > 0))
     _, size_ids, counts = np.unique(sizes[candidates], return_inverse=True, return_counts=True)
     candidates = candidates[counts[size_ids] > 1]
     if len(candidates) <= _MAX_IMAGES and sizes[candidates].sum() <= _MAX_BYTES:
-        indices = candidates.tolist()
         first_by_digest: dict[bytes, int] = {}
         with ThreadPoolExecutor(16) as pool:
-            for index, digest in zip(
-                indices, pool.map(partial(_digest, sources), indices), strict=True
-            ):
-                first_of[index] = first_by_digest.setdefault(digest, index)
-    return first_of[first_of]
+            digests = pool.map(partial(_hash_image, sources), candidates.tolist())
+            for index, digest in zip(candidates.tolist(), digests, strict=True):
+                first_copies[index] = first_by_digest.setdefault(digest, index)
+    return first_copies[first_copies]
 
 
-def _digest(sources: tuple[Any, ...], index: int) -> bytes:
-    """A hash of an image's bytes; its own if it can't be read."""
+def _hash_image(sources: tuple[Any, ...], index: int) -> bytes:
+    """A hash of an image's bytes; of its name if it can't be read."""
     for source in sources:
         if index < len(source):
             break
         index -= len(source)
     try:
         content = source.content(index)
-        return hashlib.blake2b(
-            read_file(content) if isinstance(content, str) else content, digest_size=16
-        ).digest()
+        if isinstance(content, str):
+            content = read_file(content)
+        return hashlib.blake2b(content, digest_size=16).digest()
     except BrokenImage:
         return source.name(index).encode()
 
@@ -78,83 +76,116 @@ def _digest(sources: tuple[Any, ...], index: int) -> bytes:
 # ---- of a dry run
 
 
-def rows(train: Any, val: Any) -> dict[str, str]:
+class _Item(NamedTuple):
+    """An image: index of its source, 0 for train or 1 for val, and its index there."""
+
+    source: int
+    image_index: int
+
+
+def describe_duplicates(train: Any, val: Any) -> dict[str, str]:
     """Rows of the start table about two sources."""
+    if train.fresh:
+        return {}
+    sources = (train, val)
+    items = [_Item(0, index) for index in range(len(train))]
+    items += [_Item(1, index) for index in range(len(val))]
+    stride = ceil_div(len(items), MAX_THUMBNAILS)
+    thumbnails, errors = _read_thumbnails(sources, items[::stride])
+
+    first_copies: dict[_Item, _Item] = {}
+    # Flat pictures, too, are duplicates if their files are equal.
+    for item, first in zip(items, find_copies(train, val), strict=True):
+        first_copies[item] = items[first]
+    first_copies |= _find_similar(thumbnails)
+    pairs = []
+    for item, first_item in first_copies.items():
+        if first_item != item and item not in errors:
+            pairs.append((first_item, item))
+    pairs.sort()
+
+    text = _describe_pairs(sources, pairs)
+    if len(thumbnails) < len(items):
+        text += f" (of {len(thumbnails):,} of {len(items):,} images, which were looked at)"
+    rows = {"duplicates": text}
+    if errors:
+        rows["unreadable"] = _describe_errors(errors)
+    return rows
+
+
+def _read_thumbnails(
+    sources: tuple[Any, Any], items: list[_Item]
+) -> tuple[dict[_Item, np.ndarray], dict[_Item, str]]:
+    """Grey thumbnails float32[_SIDE, _SIDE] of images, and messages about those that can't be read."""
     # Imported late, since it imports torch.
     from common.distributed.environment import count_cores
 
-    if train.fresh:
-        return {}
-    sources = train, val
-    places = [(part, index) for part, source in enumerate(sources) for index in range(len(source))]
-    count = len(places)
-    every = -(-count // LIMIT)
-    broken: dict[tuple[int, int], str] = {}
-    # 0 for train or 1 for val, and the index there -> grey thumbnail.
-    seen: dict[tuple[int, int], np.ndarray] = {}
+    thumbnails: dict[_Item, np.ndarray] = {}
+    errors: dict[_Item, str] = {}
 
-    def look(place: tuple[int, int]) -> None:
-        source, index = sources[place[0]], place[1]
+    def read_thumbnail(item: _Item) -> None:
+        source = sources[item.source]
         try:
-            grey = source.image(index).convert("L")
-            seen[place] = np.asarray(grey.resize((_SIDE, _SIDE), Image.Resampling.BOX), np.float32)
+            grey = source.image(item.image_index).convert("L")
+            thumbnail = grey.resize((_SIDE, _SIDE), Image.Resampling.BOX)
+            thumbnails[item] = np.asarray(thumbnail, np.float32)
         except BrokenImage as error:
-            broken[place] = f"{source.name(index)}: {error}"
+            errors[item] = f"{source.name(item.image_index)}: {error}"
 
     with ThreadPoolExecutor(count_cores()) as pool:
-        list(pool.map(look, places[::every]))
-    looked_at = sorted(seen)
-    alike = _alike(np.array([seen[place] for place in looked_at]).reshape(-1, _SIDE**2))
-    # Flat pictures, too, are duplicates if their files are equal.
-    first_of = {
-        place: places[first] for place, first in zip(places, find_copies(train, val), strict=True)
-    }
-    first_of |= {looked_at[other]: looked_at[first] for first, other in alike}
-    pairs = sorted(
-        (first, other)
-        for other, first in first_of.items()
-        if first != other and other not in broken
-    )
+        list(pool.map(read_thumbnail, items))
+    return thumbnails, errors
+
+
+def _describe_pairs(sources: tuple[Any, Any], pairs: list[tuple[_Item, _Item]]) -> str:
+    """How many pairs there are between and within the sources, and the first ones by name."""
     texts = []
-    for where, parts in (
+    for relation, source_ids in (
         ("between train and val", (0, 1)),
         ("within train", (0, 0)),
         ("within val", (1, 1)),
     ):
-        mine = [pair for pair in pairs if tuple(part for part, _ in pair) == parts]
-        named = [
-            " ~ ".join(sources[part].name(index) for part, index in pair) for pair in mine[:_NAMED]
-        ]
-        texts += (
-            [f"{len(mine):,} {where} ({', '.join(named)}{', ...' * (len(mine) > _NAMED)})"]
-            if mine
-            else []
-        )
-    limited = (
-        ""
-        if len(seen) == count
-        else f" (of {len(seen):,} of {count:,} images, which were looked at)"
-    )
-    names = [text for _, text in sorted(broken.items())]
-    more = f"; and {len(names) - _BROKEN:,} more" if len(names) > _BROKEN else ""
-    unreadable = (
-        {"unreadable": f"{len(names):,}: {'; '.join(names[:_BROKEN])}{more}"} if names else {}
-    )
-    return {"duplicates": (", ".join(texts) or "none") + limited} | unreadable
+        related = [pair for pair in pairs if (pair[0].source, pair[1].source) == source_ids]
+        if not related:
+            continue
+        names = []
+        for first, second in related[:_MAX_NAMED_PAIRS]:
+            first_name = sources[first.source].name(first.image_index)
+            second_name = sources[second.source].name(second.image_index)
+            names.append(f"{first_name} ~ {second_name}")
+        if len(related) > _MAX_NAMED_PAIRS:
+            names.append("...")
+        texts.append(f"{len(related):,} {relation} ({', '.join(names)})")
+    return ", ".join(texts) if texts else "none"
 
 
-def _alike(thumbnails: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs of rows of float32[n, 256] that hardly differ: each row with the first one that is like it."""
-    rough = np.flatnonzero(thumbnails.std(1) >= _ROUGH)
-    pixels, numbers = thumbnails[rough] - 128, np.arange(len(rough))
-    squares, first = (pixels**2).sum(1), numbers.copy()
-    for start in range(0, len(rough), _AT_ONCE):
-        some = slice(start, start + _AT_ONCE)
-        # Sums of squared differences, [256, n]
-        apart = squares[some, None] + squares - 2 * pixels[some] @ pixels.T
-        alike = (apart <= _SIDE**2 * _APART**2) & (numbers > numbers[some, None])
-        new = alike.any(0) & (first == numbers)
-        first[new] = start + alike.argmax(0)[new]
-    return sorted(
-        (int(rough[one]), int(rough[other])) for other, one in enumerate(first) if one != other
-    )
+def _describe_errors(errors: dict[_Item, str]) -> str:
+    """How many images can't be read, and the reasons of the first ones."""
+    messages = [errors[item] for item in sorted(errors)]
+    text = f"{len(messages):,}: {'; '.join(messages[:_MAX_NAMED_BROKEN])}"
+    if len(messages) > _MAX_NAMED_BROKEN:
+        text += f"; and {len(messages) - _MAX_NAMED_BROKEN:,} more"
+    return text
+
+
+def _find_similar(thumbnails: dict[_Item, np.ndarray]) -> dict[_Item, _Item]:
+    """For each image that hardly differs from an earlier one, the first that it is similar to."""
+    items = sorted(thumbnails)
+    pixels = np.array([thumbnails[item] for item in items]).reshape(-1, _SIDE**2)
+    detailed = np.flatnonzero(pixels.std(1) >= _MIN_DEVIATION)
+    pixels = pixels[detailed] - 128
+    squares = (pixels**2).sum(1)
+    indices = np.arange(len(detailed))
+    first = indices.copy()
+    for start in range(0, len(detailed), _CHUNK_SIZE):
+        chunk = slice(start, start + _CHUNK_SIZE)
+        # Sums of squared differences, [_CHUNK_SIZE, n]
+        differences = squares[chunk, None] + squares - 2 * pixels[chunk] @ pixels.T
+        is_similar = differences <= _SIDE**2 * _MAX_DIFFERENCE**2
+        is_similar &= indices > indices[chunk, None]
+        is_new = is_similar.any(0) & (first == indices)
+        first[is_new] = start + is_similar.argmax(0)[is_new]
+    result = {}
+    for index in np.flatnonzero(first != indices):
+        result[items[detailed[index]]] = items[detailed[first[index]]]
+    return result

@@ -1,4 +1,4 @@
-"""Image files: which files are images, and their pixels as upright 8-bit RGB, as a person would see them.
+"""Image files: which files are images, and their pixels as upright 8-bit RGB, as a person sees them.
 
 An image that can't be decoded is a `BrokenImage` with its reason.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from mimetypes import MimeTypes
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, ImageOps, PngImagePlugin, UnidentifiedImageError
@@ -30,7 +30,8 @@ _MAX_BYTES = 2**30  # of a file: as many pixels of 8 bytes, and room for metadat
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 # Of a PNG's text and colour profile, which Pillow reads with the image: a workflow or XMP is larger
 # than Pillow's 1 MiB.
-PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**26
+PngImagePlugin.MAX_TEXT_CHUNK = 2**26
+PngImagePlugin.MAX_TEXT_MEMORY = 2**26
 
 _TAIL = 2**12  # bytes at the end of a PNG that may hold its orientation
 # Text and chunks of a PNG.
@@ -44,7 +45,7 @@ def _refuse_heic(*_: object) -> Image.Image:
 
 
 # Pillow would start Ghostscript for EPS. It can't decode the others.
-_NEVER = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
+_EXCLUDED_FORMATS = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
 Image.preinit()  # the common formats first: they are tried in this order
 Image.init()
 Image.register_open("TIFF", open_tiff, Image.OPEN["TIFF"][1])  # type: ignore[arg-type]
@@ -58,14 +59,13 @@ except ImportError:
         _refuse_heic,  # type: ignore[arg-type]
         lambda prefix: prefix[4:10] in (b"ftyphe", b"ftypmi", b"ftypms"),
     )
-_FORMATS = tuple(name for name in Image.ID if name not in _NEVER)
-SUFFIXES = frozenset(
-    suffix for suffix, name in Image.registered_extensions().items() if name in _FORMATS
-)
+_FORMATS = tuple(name for name in Image.ID if name not in _EXCLUDED_FORMATS)
+_FORMAT_BY_SUFFIX = Image.registered_extensions()
+SUFFIXES = frozenset(name for name in _FORMAT_BY_SUFFIX if _FORMAT_BY_SUFFIX[name] in _FORMATS)
 
 # Errors caused by the file. Others (too many open files, a failing disk) are the machine's: they
 # stop the run, since replacing the image would make the samples depend on the machine.
-_FAULTS_OF_THE_FILE = {
+_FILE_ERRNOS = {
     None,
     errno.ENOENT,
     errno.EACCES,
@@ -95,9 +95,9 @@ Content: TypeAlias = "str | PathLike | bytes | Image.Image | torch.Tensor"
 
 
 def open_rgb(source: Content, reduction: int = 1) -> Image.Image:
-    """Decode `source` to an upright image of mode RGB. A tensor shows its first three channels, one
-    channel in grey.
+    """Decode `source` to an upright image of mode RGB.
 
+    - A tensor shows its first three channels, one channel in grey.
     - Transparent pixels are blended with white: the colour stored there is arbitrary.
     - 16-bit grey is scaled from 0..65535 and floats from 0..1. If values lie outside (32-bit
       integers, floats in another unit), the white is unknown, and the image's own minimum and
@@ -109,28 +109,30 @@ def open_rgb(source: Content, reduction: int = 1) -> Image.Image:
     Raises `BrokenImage` for a file that is missing, no image, truncated, empty, or by its header
     larger than `MAX_PIXELS`.
     """
-    with opened(source) as image:
+    with open_image(source) as image:
         if reduction > 1:
             image.draft(None, (image.width // reduction, image.height // reduction))
         image.load()
-        return _to_rgb(image if orientation_of(image) == 1 else ImageOps.exif_transpose(image))
+        if get_orientation(image) != 1:
+            image = ImageOps.exif_transpose(image)
+        return _to_rgb(image)
 
 
 @contextmanager
-def opened(source: Content) -> Iterator[Image.Image]:
+def open_image(source: Content) -> Iterator[Image.Image]:
     """The image, with its header read. Errors that the file causes are raised as `BrokenImage`."""
-    with faults_of_the_file("can't be decoded: "), warnings.catch_warnings(), ExitStack() as stack:
+    with report_as_broken("can't be decoded: "), warnings.catch_warnings(), ExitStack() as stack:
         # Pillow warns of sizes, which are checked below, and of odd EXIF tags.
         warnings.simplefilter("ignore")
         if hasattr(source, "numpy"):
-            colours = source[np.arange(3) % len(source)]  # type: ignore[arg-type, index]
-            source = Image.fromarray(colours.permute(1, 2, 0).numpy())  # type: ignore[union-attr]
+            channels = source[np.arange(3) % len(source)]  # type: ignore[arg-type, index]
+            source = Image.fromarray(channels.permute(1, 2, 0).numpy())  # type: ignore[union-attr]
         if not isinstance(source, Image.Image):
-            file = (
-                io.BytesIO(source)
-                if isinstance(source, bytes)
-                else stack.enter_context(open_regular(source))
-            )
+            file: IO[bytes]
+            if isinstance(source, bytes):
+                file = io.BytesIO(source)
+            else:
+                file = stack.enter_context(open_regular(source))
             source = stack.enter_context(Image.open(file, formats=_FORMATS))
         check_size(*source.size)
         yield source
@@ -147,36 +149,37 @@ def check_size(width: int, height: int) -> None:
 
 
 def read_geometry(image: ImageFile.ImageFile) -> tuple[int, int, int]:
-    """Width and height as stored, and orientation 1 to 8, of an opened image whose pixels were not read."""
+    """Width and height as stored, and orientation 1 to 8, of an image whose pixels have not been read."""
     if image.format == "PNG" and not _has_late_metadata(image.fp):
         if _MAY_HAVE_ORIENTATION.isdisjoint(image.info):
-            return *image.size, 1
+            return image.size + (1,)
         image.info.setdefault("exif", None)  # or Pillow decodes the pixels to look behind them
-    orientation = orientation_of(image)
+    orientation = get_orientation(image)
     if hasattr(image, "tag_v2"):  # the size of a TIFF is that of the upright image
         return image.tag_v2[256], image.tag_v2[257], orientation
-    return *image.size, orientation
+    return image.size + (orientation,)
 
 
 def _has_late_metadata(png: Any) -> bool:
-    """True if the end of the file has what may turn the image, as exiftool writes it."""
+    """True if the end of the file may have an orientation, where exiftool writes it."""
     position = png.tell()
     png.seek(max(0, png.seek(0, io.SEEK_END) - _TAIL))
     tail = png.read()
     png.seek(position)
-    return b"eXIf" in tail or b"com.adobe.xmp" in tail or b"Raw profile" in tail
+    return any(name in tail for name in (b"eXIf", b"com.adobe.xmp", b"Raw profile"))
 
 
 def read_file(path: str | PathLike) -> bytes:
     """The bytes of the file. Raises `BrokenImage` if the file is the reason for a failure."""
-    with faults_of_the_file():
+    with report_as_broken():
         return read_bytes(path, _MAX_BYTES)
 
 
 @contextmanager
-def faults_of_the_file(title: str = "") -> Iterator[None]:
-    """Errors in the block that an image's file causes are raised as `BrokenImage`; `title` precedes
-    those of libraries.
+def report_as_broken(title: str = "") -> Iterator[None]:
+    """Errors in the block that an image's file causes are raised as `BrokenImage`.
+
+    `title` precedes the messages of libraries.
     """
     try:
         yield
@@ -191,14 +194,14 @@ def faults_of_the_file(title: str = "") -> Iterator[None]:
             f"more than {2 * MAX_PIXELS} pixels, the limit is {MAX_PIXELS}"
         ) from error
     except OSError as error:
-        if error.errno not in _FAULTS_OF_THE_FILE:
+        if error.errno not in _FILE_ERRNOS:
             raise
-        raise BrokenImage(_one_line(error.strerror or f"{title}{error}")) from error
+        raise BrokenImage(_join_lines(error.strerror or f"{title}{error}")) from error
     except Exception as error:  # a damaged file makes Pillow raise almost anything
-        raise BrokenImage(_one_line(f"{title}{type(error).__name__}: {error}")) from error
+        raise BrokenImage(_join_lines(f"{title}{type(error).__name__}: {error}")) from error
 
 
-def orientation_of(image: Image.Image) -> int:
+def get_orientation(image: Image.Image) -> int:
     """EXIF orientation of the image, 1 (upright) to 8, from its EXIF data or else from XMP."""
     with suppress(Exception):  # metadata that can't be read is no reason to lose good pixels
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
@@ -207,7 +210,7 @@ def orientation_of(image: Image.Image) -> int:
     return 1
 
 
-def _one_line(text: str) -> str:
+def _join_lines(text: str) -> str:
     return " ".join(text.split())
 
 
@@ -228,15 +231,16 @@ def has_image_suffix(name: str) -> bool:
 
 
 def is_image_file(path: str, notes: Notes) -> bool:
-    """True for a regular file with an image's suffix, or with its first bytes. `notes` count those
-    without the suffix.
+    """True for a regular file with an image's suffix, or with its first bytes.
+
+    `notes` count the files without the suffix.
     """
     if has_image_suffix(path):
         return True
     suffix = os.path.splitext(path)[1].lower()
-    kind = _TYPES.guess_type(path)[0] or "image"
+    mime_type, _ = _TYPES.guess_type(path)
     head = b""
-    if kind.startswith("image"):
+    if mime_type is None or mime_type.startswith("image"):
         with open_regular(path) as file:
             head = file.read(16)
     name = suffix if re.fullmatch(r"\.[a-z]\w{1,11}", suffix) else "without a suffix"

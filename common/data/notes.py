@@ -1,5 +1,4 @@
-"""Notes on data: what a reader leaves out, changes or reads in another way than it is written,
-counted by reason.
+"""Notes on data: what a reader leaves out or changes, counted by reason.
 
 A note becomes a row of the start table. If most of the data would be left out, the start is refused
 instead: then the data are of another form than the reader takes them for.
@@ -33,46 +32,39 @@ class Notes:
         self.beside: dict[str, Note] = {}
 
     def leave_out(self, reason: str, first: str, count: int = 1) -> None:
-        """Count items that are not used: `("smaller than 1 pixel", "a.jpg", 3)`. A `count` of 0
-        adds nothing.
-        """
+        """Count items that are not used: `("smaller than 1 pixel", "a.jpg", 3)`. 0 items add nothing."""
         _add(self.left_out, reason, Note(int(count), first))
 
     def change(self, change: str, first: str, count: int = 1) -> None:
-        """Count items that are used otherwise than they are written: `("are clipped at their
-        image", "a.jpg", 3)`.
-        """
+        """Count items that are used otherwise than they are written: `("are clipped", "a.jpg", 3)`."""
         _add(self.changed, change, Note(int(count), first))
 
     def skip(self, kind: str, first: str) -> None:
         """Count something beside the items that is none of them: `(".txt", "a.txt")`."""
         _add(self.beside, kind, Note(1, first))
 
-    def merge(self, other: "Notes") -> None:
-        """Add the counts of `other`, such as another rank's; the first by name stays the one that
-        was first here.
-        """
-        for reason, note in other.left_out.items():
+    def merge(self, notes: "Notes") -> None:
+        """Add the counts of `notes`, such as another rank's. The first item by name stays."""
+        for reason, note in notes.left_out.items():
             _add(self.left_out, reason, note)
-        for change, note in other.changed.items():
+        for change, note in notes.changed.items():
             _add(self.changed, change, note)
-        for kind, note in other.beside.items():
+        for kind, note in notes.beside.items():
             _add(self.beside, kind, note)
 
     @property
     def num_left_out(self) -> int:
         return sum(note.num_items for note in self.left_out.values())
 
-    def texts(self, total: int, cause: str = "") -> tuple[str, ...]:
+    def format_lines(self, total: int, cause: str = "") -> tuple[str, ...]:
         """A line for each reason. `total`: all items, also those that are left out.
 
         Raises `Refused` if more than half of them are left out, with the likely `cause` and the way out.
         """
-        left_out = [
-            f"{note.num_items:,} ({reason}), first {note.first}"
-            for reason, note in self.left_out.items()
-        ]
-        summary = ", ".join(left_out)
+        reasons = []
+        for reason, note in self.left_out.items():
+            reasons.append(f"{note.num_items:,} ({reason}), first {note.first}")
+        summary = ", ".join(reasons)
         if self.num_left_out > _MAX_LEFT_OUT * total:
             advice = f"; {cause}" if cause else ""
             raise Refused(
@@ -80,7 +72,7 @@ class Notes:
                 f"{summary}{advice}"
             )
         lines = []
-        if left_out:
+        if reasons:
             lines.append(f"{total:,} {self.unit}, left out: {summary}")
         for change, note in self.changed.items():
             lines.append(
@@ -95,6 +87,8 @@ class Notes:
 
 
 def _add(notes: dict[str, Note], reason: str, note: Note) -> None:
-    if note.num_items:
-        earlier = notes.get(reason)
-        notes[reason] = Note(earlier.num_items + note.num_items, earlier.first) if earlier else note
+    if not note.num_items:
+        return
+    if reason in notes:
+        note = Note(notes[reason].num_items + note.num_items, notes[reason].first)
+    notes[reason] = note

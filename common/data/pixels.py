@@ -14,11 +14,14 @@ def to_8_bit(values: np.ndarray, white: float) -> np.ndarray:
     finite = values[np.isfinite(values)]
     if finite.size == 0:
         raise BrokenImage("no finite pixel value")
-    low, high = float(finite.min()), float(finite.max())
+    low = float(finite.min())
+    high = float(finite.max())
     if 0 <= low and high <= white:
-        low, high = 0.0, float(white)
+        low = 0.0
+        high = float(white)
     precision = np.float64 if values.dtype in ("float64", "uint32") else np.float32
     values = np.nan_to_num(values.astype(precision), nan=low, posinf=high, neginf=low)
     # A constant image becomes black.
     scale = 255 / max(high - low, float(np.finfo(np.float32).tiny))
-    return np.rint(values * precision(scale) - precision(low * scale)).clip(0, 255).astype(np.uint8)
+    scaled = np.rint(values * precision(scale) - precision(low * scale))
+    return scaled.clip(0, 255).astype(np.uint8)

@@ -15,26 +15,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image
 
-from common.data.images import BrokenImage, Content, open_rgb, opened
-from common.data.splits import random_numbers_of
+from common.data.images import BrokenImage, Content, open_image, open_rgb
+from common.data.splits import hash_paths
 from common.data.stream import Blocks
 from common.errors import Refused, make_printable
 
-_TRIED = 16  # images, one of which must be readable
-_keeps_places = False  # see `earlier_fingerprint`
+_NUM_TRIED = 16  # images, one of which must be readable
+_uses_absolute_names = False  # see `compute_legacy_fingerprint`
 
 
 @dataclass(frozen=True)
 class ModelClasses:
-    """The classes of a trained model that is evaluated on data of other classes, or of the same in
-    another order.
-    """
+    """The classes of a trained model, where they differ from those of the data that it is evaluated on."""
 
     names: tuple[str, ...]  # the model's, by its class ids
     ids: tuple[int, ...]  # the model's class id of each class of the data
 
     @property
-    def other_ids(self) -> list[int]:
+    def extra_ids(self) -> list[int]:
         """The model's class ids that the data do not have."""
         return sorted(set(range(len(self.names))) - set(self.ids))
 
@@ -44,7 +42,7 @@ class ImageList(Protocol):
 
     classes: tuple[str, ...]  # names by class id
     notes: tuple[str, ...]  # for people: how the data were read
-    part: str  # which part of the data it is, for people: "val/" or "20 % held out of train/"
+    part: str  # which split of the data it is, for people: "val/" or "20 % held out of train/"
     model_classes: ModelClasses | None = None  # with --eval_only, those of the evaluated model
     # True if each position of the stream has a new image instead of one of the list.
     fresh: bool = False
@@ -56,7 +54,7 @@ class ImageList(Protocol):
         raise NotImplementedError
 
     def name(self, index: int) -> str:
-        """The image in words for people, such as its path or `digits[17]`."""
+        """The image's name for people, such as its path or `digits[17]`."""
         raise NotImplementedError
 
     def listed_name(self, index: int) -> str:
@@ -76,9 +74,10 @@ class ImageList(Protocol):
         """These images will be asked for soon."""
         return
 
-    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
-        """The images' paths, None if the data have their bytes, and sizes int64[N] in bytes; None
-        if that is unknown.
+    def list_files(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
+        """Paths of the images and sizes int64[N] in bytes; None if these are unknown.
+
+        The paths are None if the data have the images' bytes.
         """
         return None
 
@@ -101,19 +100,18 @@ class Source(ImageList, Protocol):
 
     @property
     def strata(self) -> np.ndarray:
-        """int64[N] classes, of which the same share is held out each; int64[M, 2] image and class
-        for several labels.
+        """Classes, of each of which the same share is held out: int64[N].
+
+        Of images with several labels: int64[M, 2], image and class.
         """
         return np.argwhere(self.labels) if self.multi_label else self.labels
 
     @property
     def class_counts(self) -> np.ndarray:
         """int64[C]: how many `counted_items` are of each class."""
-        return (
-            self.labels.sum(axis=0)
-            if self.multi_label
-            else np.bincount(self.labels, minlength=len(self.classes))
-        )
+        if self.multi_label:
+            return self.labels.sum(axis=0)
+        return np.bincount(self.labels, minlength=len(self.classes))
 
     @property
     def missing(self) -> np.ndarray:
@@ -130,22 +128,19 @@ class Columns(Source):
     part: str = ""
     notes: tuple[str, ...] = ()
     model_classes: ModelClasses | None = None
-    groups: np.ndarray | None = (
-        None  # int64[N], equal for images with the same value of --group_column, if there is one
-    )
+    # int64[N], equal for images with the same value of --group_column; None without that column.
+    groups: np.ndarray | None = None
 
-    def select(self, rows: np.ndarray) -> Self:
+    def select(self, indices: np.ndarray) -> Self:
         """The source of these images alone."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        chosen = {
-            name: value[rows] for name, value in values.items() if isinstance(value, np.ndarray)
-        }
-        taken = {
-            name: value.take(pa.array(rows))
-            for name, value in values.items()
-            if isinstance(value, pa.Array)
-        }
-        return replace(self, **chosen, **taken)
+        selected: dict[str, Any] = {}
+        for field in fields(self):
+            column = getattr(self, field.name)
+            if isinstance(column, np.ndarray):
+                selected[field.name] = column[indices]
+            elif isinstance(column, pa.Array):
+                selected[field.name] = column.take(pa.array(indices))
+        return replace(self, **selected)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,30 +153,29 @@ class Files(Columns):
 
     @cached_property
     def fingerprint(self) -> str:
-        return fingerprint_of(self.classes, self.labels, self.sizes, self.paths)
+        return hash_source(self.classes, self.labels, self.sizes, self.paths)
 
     def name(self, index: int) -> str:
-        return name_of(self.root, self.paths, index)
+        return format_path(self.root, self.paths, index)
 
     def content(self, index: int) -> str:
-        return path_of(self.root, self.paths, index)
+        return join_path(self.root, self.paths, index)
 
-    def listing(self) -> tuple[pa.LargeBinaryArray, np.ndarray]:
+    def list_files(self) -> tuple[pa.LargeBinaryArray, np.ndarray]:
         root = pa.scalar(os.fsencode(os.path.join(self.root, "")), pa.large_binary())
-        return pc.binary_join_element_wise(
-            root, self.paths, pa.scalar(b"", pa.large_binary())
-        ), self.sizes
+        separator = pa.scalar(b"", pa.large_binary())
+        return pc.binary_join_element_wise(root, self.paths, separator), self.sizes
 
     @property
     def missing(self) -> np.ndarray:
         return np.flatnonzero(self.sizes < 0)
 
-    def random_numbers(self, key: int) -> np.ndarray:
-        return random_numbers_of(self.paths, key)
+    def hash_images(self, key: int) -> np.ndarray:
+        return hash_paths(self.paths, key)
 
 
 def group_by_folder(files: Files) -> np.ndarray:
-    """int64[N] numbers of the folders that hold the files, below their class folder if there are classes."""
+    """int64[N] ids of the folders that hold the files, below their class folder if there are classes."""
     pattern = "^([^/]*/)?(.*/)?[^/]*$" if files.classes else "^()(.*/)?[^/]*$"
     folders = pc.replace_substring_regex(files.paths, pattern, r"\2")
     return folders.dictionary_encode().indices.to_numpy().astype(np.int64)
@@ -189,42 +183,51 @@ def group_by_folder(files: Files) -> np.ndarray:
 
 def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
     """Raise `Refused` if too many files are missing, or if none of a few images can be read."""
-    count, missing = len(source), source.missing
-    if not count:
+    num_images = len(source)
+    missing = source.missing
+    if not num_images:
         raise Refused(
             f"--data {data}: a part of it has no images; add some, or name another part by --split"
         )
-    if len(missing) > max_broken_share * count or len(missing) == count:
+    if len(missing) > max_broken_share * num_images or len(missing) == num_images:
         first = source.name(missing[0])
-        found = f"{len(missing):,} of {count:,} images are missing, the first is {first}"
-        if any(os.path.exists(unicodedata.normalize(form, first)) for form in ("NFC", "NFD")):
-            found += (
-                " (there with its letters composed otherwise, Unicode's NFC or NFD: rename one or "
-                "the other)"
-            )
-        if os.path.exists(first.replace("\\", "/")):
-            found += " (there with / for each \\: replace them in the list)"
+        problem = f"{len(missing):,} of {num_images:,} images are missing, the first is {first}"
         raise Refused(
-            f"--data {data}: {found}; the limit is --max_broken_share {max_broken_share}: correct "
-            "the paths, or raise it"
+            f"--data {data}: {problem}{_find_similar_path(first)}; the limit is "
+            f"--max_broken_share {max_broken_share}: correct the paths, or raise it"
         )
-    reasons, tried = [], spread(count)
-    for index in tried:
+    indices = sample_evenly(num_images)
+    reasons = []
+    for index in indices:
         try:
-            with opened(source.content(index)):
+            with open_image(source.content(index)):
                 return
         except BrokenImage as error:
             reasons.append(f"{source.name(index)}: {error}")
-    found = f"none of {len(tried)} images tried, all over its {count:,}, can be read"
-    raise Refused(f"--data {data}: {found}, such as {reasons[0]}")
+    problem = f"none of {len(indices)} images tried, all over its {num_images:,}, can be read"
+    raise Refused(f"--data {data}: {problem}, such as {reasons[0]}")
 
 
-def spread(count: int, limit: int = _TRIED) -> np.ndarray:
-    """int64[n] indices all over `count` images: all of them, or `limit`."""
-    return np.unique(np.linspace(0, count - 1, min(count, limit)).astype(np.int64))
+def _find_similar_path(path: str) -> str:
+    """How a file that is there differs from the missing `path`, in brackets; "" without one."""
+    text = ""
+    if any(os.path.exists(unicodedata.normalize(form, path)) for form in ("NFC", "NFD")):
+        text += (
+            " (there with its letters composed otherwise, Unicode's NFC or NFD: rename one or "
+            "the other)"
+        )
+    if os.path.exists(path.replace("\\", "/")):
+        text += " (there with / for each \\: replace them in the list)"
+    return text
 
 
-def fingerprint_of(
+def sample_evenly(num_images: int, max_indices: int = _NUM_TRIED) -> np.ndarray:
+    """int64[n] indices, evenly spaced among `num_images`: all of them, or `max_indices`."""
+    num_indices = min(num_images, max_indices)
+    return np.unique(np.linspace(0, num_images - 1, num_indices).astype(np.int64))
+
+
+def hash_source(
     classes: tuple[str, ...],
     labels: np.ndarray,
     contents: np.ndarray,
@@ -232,35 +235,34 @@ def fingerprint_of(
 ) -> str:
     """32 hex digits of classes, labels, `contents` (pixels, or sizes in bytes) and file names.
 
-    Of absolute names, what lies below their common folder counts: the same data at another place
-    are the same.
+    Of absolute names, what lies below their common folder counts: data that have moved are the same.
     """
     digest = hashlib.blake2b(json.dumps([classes, labels.shape]).encode(), digest_size=16)
     digest.update(np.ascontiguousarray(labels).data)
     digest.update(np.ascontiguousarray(contents).data)
     if names is not None:
-        above = 0 if _keeps_places else _length_of_common_folder(names)
+        prefix_length = 0 if _uses_absolute_names else _measure_common_folder(names)
         for start in range(0, len(names), 65536):  # in chunks: never a list of all names
             chunk = names[start : start + 65536].to_pylist()
-            if above:
-                chunk = [name and name[above:] for name in chunk]
+            if prefix_length:
+                chunk = [None if name is None else name[prefix_length:] for name in chunk]
             digest.update(repr(chunk).encode())
     return digest.hexdigest()
 
 
-def earlier_fingerprint(source: Any) -> str:
+def compute_legacy_fingerprint(source: Any) -> str:
     """The fingerprint of `source` in runs of before 0.3.0, in which absolute names counted whole."""
-    global _keeps_places
-    _keeps_places = True
+    global _uses_absolute_names
+    _uses_absolute_names = True
     try:
-        twin = copy.copy(source)
-        vars(twin).pop("fingerprint", None)  # it is cached
-        return twin.fingerprint
+        duplicate = copy.copy(source)
+        vars(duplicate).pop("fingerprint", None)  # it is cached
+        return duplicate.fingerprint
     finally:
-        _keeps_places = False
+        _uses_absolute_names = False
 
 
-def _length_of_common_folder(names: pa.Array | pa.ChunkedArray) -> int:
+def _measure_common_folder(names: pa.Array | pa.ChunkedArray) -> int:
     """The length of the folder that all `names` begin with, if they are absolute; else 0."""
     bounds = pc.min_max(names).as_py()
     if not bounds["min"] or not os.path.isabs(bounds["min"]):
@@ -274,11 +276,11 @@ def encode_paths(paths: Iterable[str | os.PathLike]) -> pa.LargeBinaryArray:
     return pa.array([os.fsencode(path) for path in paths], pa.large_binary())
 
 
-def path_of(root: str | os.PathLike, paths: pa.LargeBinaryArray, index: int) -> str:
+def join_path(root: str | os.PathLike, paths: pa.LargeBinaryArray, index: int) -> str:
     """The file at `index` of a column of paths below `root`, which are bytes."""
     return os.path.join(root, os.fsdecode(paths[int(index)].as_py()))
 
 
-def name_of(root: str | os.PathLike, paths: pa.LargeBinaryArray, index: int) -> str:
-    """The same path for people."""
+def format_path(root: str | os.PathLike, paths: pa.LargeBinaryArray, index: int) -> str:
+    """The file at `index` of a column of paths below `root`, for people."""
     return make_printable(f"{root}/{paths[int(index)].as_py().decode(errors='backslashreplace')}")

@@ -1,10 +1,11 @@
-"""Labelled images in tables (Hugging Face data sets, CSV files): finds the columns of images and
-labels, reads the classes.
+"""Labelled images in tables, such as Hugging Face data sets and CSV files.
+
+The columns of images and labels are found by their types, and classes are read from the labels.
 """
 
 import glob
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.data.csv_files import IMAGE_NAME, as_numbers, trim
+from common.data.csv_files import IMAGE_NAME, parse_integers, trim
 from common.data.images import BrokenImage, has_image_suffix
-from common.data.source import Columns, fingerprint_of, spread
-from common.data.splits import kind_of
+from common.data.source import Columns, hash_source, sample_evenly
+from common.data.splits import get_split_kind
 from common.errors import Refused, make_printable
 from common.files import get_file_sizes, match_files
 from common.randomness import mix
@@ -25,75 +26,83 @@ from common.randomness import mix
 if TYPE_CHECKING:
     import datasets  # imported late: it takes a second, and most runs don't need it
 
-_NAMED = 20  # columns in a message
-_LOOKED_AT = 1000  # rows that show which columns name files
-_ZERO_OR_ONE = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+_MAX_NAMES = 20  # of columns, in a message
+_NUM_SAMPLE_ROWS = 1000  # that show which columns name files
+_BINARY_VALUES = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 
 
 class Split:
-    """Rows of a table that belong together; for each column its type in Arrow and its class names."""
+    """Rows of a table that belong together; for each column its type in Arrow and its class names.
+
+    `data` names the table as `--data` does.
+    """
 
     def __init__(self, data: str, name: str, rows: "datasets.Dataset"):
-        self.data, self.name, self.rows = data, name, rows  # `data`: as `--data` names the table
-        self.title, path = f"{data} {name}", Path(data).expanduser()
+        self.data = data
+        self.name = name
+        self.rows = rows
+        self.title = f"{data} {name}"
+        path = Path(data).expanduser()
         # Relative paths start here.
         self.folder = os.path.abspath(path if path.is_dir() else path.parent)
-        self.features = rows.features  # asked for once: `datasets` makes all of them each time
+        self.features = rows.features  # read once: `datasets` makes all of them each time
         self.kinds = {field.name: field.type for field in self.features.arrow_schema}
-        inner = {
-            name: getattr(feature, "feature", feature) for name, feature in self.features.items()
-        }
-        self.class_names = {
-            name: getattr(feature, "names", None) for name, feature in inner.items()
-        }
+        self.class_names: dict[str, list[str] | None] = {}
+        for column, feature in self.features.items():
+            inner = getattr(feature, "feature", feature)
+            self.class_names[column] = getattr(inner, "names", None)
         self.notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return self.rows.num_rows
 
+    def find_columns(self, is_kind: Callable[[pa.DataType], bool]) -> list[str]:
+        """The columns of types for which `is_kind` is true."""
+        return [name for name, kind in self.kinds.items() if is_kind(kind)]
+
     @cached_property
     def file_columns(self) -> set[str]:
         """The columns of text most of whose cells are names of image files."""
-        texts = [name for name, kind in self.kinds.items() if is_text(kind)]
-        if not texts or not len(self):
+        text_columns = self.find_columns(is_text)
+        if not text_columns or not len(self):
             return set()
-        table = self.rows.select_columns(texts).with_format("arrow")[
-            spread(len(self), _LOOKED_AT).tolist()
-        ]
-        shares = {
-            name: pc.mean(pc.match_substring_regex(trim(table[name]), f"{IMAGE_NAME}$")).as_py()
-            for name in texts
-        }
-        return {name for name, share in shares.items() if (share or 0) > 0.5}
+        indices = sample_evenly(len(self), _NUM_SAMPLE_ROWS).tolist()
+        table = self.rows.select_columns(text_columns).with_format("arrow")[indices]
+        file_columns = set()
+        for name in text_columns:
+            is_image = pc.match_substring_regex(trim(table[name]), f"{IMAGE_NAME}$")
+            share = pc.mean(is_image).as_py()
+            if share is not None and share > 0.5:
+                file_columns.add(name)
+        return file_columns
 
-    def cells(self, column: str) -> pa.Array:
+    def read_cells(self, column: str) -> pa.Array:
+        """The cells of a column, in memory."""
         return self.rows.select_columns([column]).with_format("arrow")[:].column(0).combine_chunks()
 
-    def images(self, column: str) -> "datasets.Dataset":
-        """The column alone, as bytes or paths."""
+    def select_images(self, column: str) -> "datasets.Dataset":
+        """The column of images without the others, as bytes or paths."""
         import datasets
 
-        feature, alone = self.features[column], self.rows.select_columns([column])
+        feature = self.features[column]
+        images = self.rows.select_columns([column])
         if hasattr(feature, "decode"):
-            return alone.cast_column(column, replace(feature, decode=False))
+            return images.cast_column(column, replace(feature, decode=False))
         if not is_text(self.kinds[column]) and not pa.types.is_integer(self.kinds[column]):
-            return alone
-        cells = self.cells(column)
+            return images
+        cells = self.read_cells(column)
         paths = trim(cells.cast(pa.string()))
         if column not in self.file_columns:
-            paths = self._complete(paths)
-        return (
-            alone
-            if paths.equals(cells)
-            else datasets.Dataset(datasets.table.InMemoryTable(pa.table({column: paths})))
-        )
+            paths = self._complete_paths(paths)
+        if paths.equals(cells):
+            return images
+        return datasets.Dataset(datasets.table.InMemoryTable(pa.table({column: paths})))
 
-    def _complete(self, ids: pa.Array) -> pa.Array:
-        """The paths of the files that `ids` name without a suffix, in the table's folder or one in
-        it; else `ids`.
+    def _complete_paths(self, ids: pa.Array) -> pa.Array:
+        """The paths of the files that `ids` name without a suffix; `ids` if there are no such files.
 
-        One of them decides, and the others are found missing if it misleads. Raises `Refused` if it
-        names several files.
+        They lie in the table's folder or one in it. One of them decides, and the others are reported
+        as missing if it misleads. Raises `Refused` if it names several files.
         """
         first = str(pc.min(ids))
         folder = glob.escape(self.folder)
@@ -112,12 +121,13 @@ class Split:
         return pc.binary_join_element_wise(start, ids, suffix, "")
 
 
-def part_labels(splits: dict[str, Split]) -> dict[str, str]:
+def get_split_labels(splits: dict[str, Split]) -> dict[str, str]:
     """How messages call the splits: {name: label}."""
-    return {
-        name: f"split {name}" if len(splits) > 1 or kind_of(name) != "train" else "all rows"
-        for name in splits
-    }
+    if len(splits) == 1:
+        (name,) = splits
+        if get_split_kind(name) == "train":
+            return {name: "all rows"}
+    return {name: f"split {name}" for name in splits}
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -127,82 +137,99 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return kind in (pa.string(), pa.large_string())
 
 
 def is_bytes(kind: pa.DataType) -> bool:
     """True if cells are bytes, or bytes beside a path."""
-    is_pair = pa.types.is_struct(kind) and {"bytes", "path"} <= set(kind.names)
-    return is_pair or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    if pa.types.is_struct(kind):
+        return {"bytes", "path"} <= set(kind.names)
+    return kind in (pa.binary(), pa.large_binary())
 
 
-def listed(names: Iterable[str]) -> str:
+def format_names(names: Iterable[str]) -> str:
     """The first names for a message: a table may have thousands of columns."""
-    names = [*names]
-    return ", ".join(names[:_NAMED]) + f" and {len(names) - _NAMED:,} more" * (len(names) > _NAMED)
+    names = list(names)
+    text = ", ".join(names[:_MAX_NAMES])
+    if len(names) > _MAX_NAMES:
+        text += f" and {len(names) - _MAX_NAMES:,} more"
+    return text
 
 
 # ---- columns
 
 
-def find_image(split: Split, named: str) -> str:
-    """The column `named`, or the only one that has images, or that could have images."""
+def find_image_column(split: Split, requested: str) -> str:
+    """The column `requested`, or the only one that has images, or that could have images."""
     from datasets import Image
 
-    sure = [name for name, feature in split.features.items() if isinstance(feature, Image)]
-    as_bytes = [name for name, kind in split.kinds.items() if is_bytes(kind)]
-    texts = [name for name, kind in split.kinds.items() if is_text(kind)]
-    # Ids, as of Kaggle.
-    numbers = [name for name, kind in split.kinds.items() if pa.types.is_integer(kind)]
-    likely = sure or as_bytes or [name for name in texts if name in split.file_columns]
-    return _only(split, "image", named, likely, [*sure, *as_bytes, *texts, *numbers], split.kinds)
+    images = [name for name, feature in split.features.items() if isinstance(feature, Image)]
+    binary = split.find_columns(is_bytes)
+    texts = split.find_columns(is_text)
+    integers = split.find_columns(pa.types.is_integer)  # ids, as of Kaggle
+    if images:
+        likely = images
+    elif binary:
+        likely = binary
+    else:
+        likely = [name for name in texts if name in split.file_columns]
+    possible = images + binary + texts + integers
+    return _choose_column(split, "image", requested, likely, possible, split.kinds)
 
 
-def find_labels(split: Split, named: str, *used: str) -> tuple[str, ...]:
-    """The label column, or several of 0 and 1, named with commas between them; none of those that
-    are `used` otherwise.
+def find_label_columns(split: Split, requested: str, *used: str) -> tuple[str, ...]:
+    """The label column, or several of 0 and 1, which `requested` names with commas between them.
+
+    A column that is `used` otherwise is not found. Raises `Refused`.
     """
-    names = tuple(name.strip() for name in named.split(","))
-    if len(names) > 1 and named not in split.kinds:
-        if unknown := [name for name in names if name not in split.kinds]:
-            known = listed(split.kinds)
+    names = tuple(name.strip() for name in requested.split(","))
+    if len(names) > 1 and requested not in split.kinds:
+        unknown = [name for name in names if name not in split.kinds]
+        if unknown:
             raise Refused(
-                f"--label_column {named}: --data {split.data} has no column {unknown[0]}; it has "
-                f"{known}"
+                f"--label_column {requested}: --data {split.data} has no column {unknown[0]}; it "
+                f"has {format_names(split.kinds)}"
             )
         return names
     kinds = {name: kind for name, kind in split.kinds.items() if name not in used}
-    inner = {name: kind.value_type if is_list(kind) else kind for name, kind in kinds.items()}
-    sure = [name for name in kinds if split.class_names[name]]
-    ids = [name for name, kind in inner.items() if pa.types.is_integer(kind) or is_text(kind)]
-    others = [
-        name
-        for name, kind in inner.items()
-        if pa.types.is_boolean(kind) or pa.types.is_floating(kind)
-    ]
-    likely = sure or [name for name in ids if name not in split.file_columns] or others
-    return (_only(split, "label", named, likely, ids + others, kinds),)
+    class_labels = [name for name in kinds if split.class_names[name]]
+    ids = []
+    numeric = []
+    for name, kind in kinds.items():
+        inner = kind.value_type if is_list(kind) else kind
+        if pa.types.is_integer(inner) or is_text(inner):
+            ids.append(name)
+        elif pa.types.is_boolean(inner) or pa.types.is_floating(inner):
+            numeric.append(name)
+    likely = class_labels
+    if not likely:
+        likely = [name for name in ids if name not in split.file_columns]
+    if not likely:
+        likely = numeric
+    return (_choose_column(split, "label", requested, likely, ids + numeric, kinds),)
 
 
-def _only(
-    split: Split, what: str, named: str, likely: list[str], possible: list[str], kinds: dict
+def _choose_column(
+    split: Split, what: str, requested: str, likely: list[str], possible: list[str], kinds: dict
 ) -> str:
-    """The column `named`, if it is one of `possible`, or the only one of `likely`."""
-    described = listed(f"{name} ({kind})" for name, kind in kinds.items())
-    if named and named not in possible:
-        problem = f"can't be the {what} column" if named in kinds else "is no column"
+    """The column `requested`, if it is one of `possible`, or the only one of `likely`."""
+    columns = format_names(f"{name} ({kind})" for name, kind in kinds.items())
+    if requested:
+        if requested in possible:
+            return requested
+        problem = f"can't be the {what} column" if requested in kinds else "is no column"
         raise Refused(
-            f"--{what}_column {named}: {problem} of --data {split.data}, which has {described}"
+            f"--{what}_column {requested}: {problem} of --data {split.data}, which has {columns}"
         )
-    if not named and len(likely) != 1:
-        problem = (
-            f"{listed(likely)} could each be the {what}" if likely else f"no {what} column found"
-        )
+    if len(likely) != 1:
+        problem = f"no {what} column found"
+        if likely:
+            problem = f"{format_names(likely)} could each be the {what}"
         raise Refused(
             f"--data {split.data}: {problem}; name it with --{what}_column NAME (columns: "
-            f"{described})"
+            f"{columns})"
         )
-    return named or likely[0]
+    return likely[0]
 
 
 # ---- sources
@@ -220,17 +247,19 @@ class Table(Columns):
     sizes: np.ndarray | None = None
 
     def name(self, index: int) -> str:
-        if self.sizes is not None and isinstance(content := self._cell(index), str):
-            return make_printable(os.path.join(self.folder, content))
+        if self.sizes is not None:
+            path = self._read_cell(index)
+            if isinstance(path, str):
+                return make_printable(os.path.join(self.folder, path))
         return f"{self.title}[{self.rows[index]}]"
 
     def content(self, index: int) -> str | bytes:
-        cell = self._cell(index)
+        cell = self._read_cell(index)
         if cell is None:
             raise BrokenImage("the row has no image")
         return os.path.join(self.folder, cell) if isinstance(cell, str) else cell
 
-    def _cell(self, index: int) -> str | bytes | None:
+    def _read_cell(self, index: int) -> str | bytes | None:
         """The path or bytes of the image."""
         if self.sizes is not None:
             return self._paths[int(self.rows[index])].as_py()
@@ -251,24 +280,19 @@ class Table(Columns):
     @cached_property
     def fingerprint(self) -> str:
         contents, paths = read_contents(self.column)
-        if self.sizes is not None:  # otherwise a path is only where the bytes once came from
-            return fingerprint_of(
-                self.classes, self.labels, self.sizes, paths and paths.take(self.rows)
-            )
-        return fingerprint_of(
-            self.classes,
-            self.labels,
-            pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows],
-        )
+        if self.sizes is None:  # a path is then only where the bytes once came from
+            return hash_source(self.classes, self.labels, _measure_bytes(contents)[self.rows])
+        names = None if paths is None else paths.take(self.rows)
+        return hash_source(self.classes, self.labels, self.sizes, names)
 
-    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray]:
+    def list_files(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray]:
         contents, paths = read_contents(self.column)
-        if contents is None:
-            paths = paths.cast(pa.large_binary()).combine_chunks().take(pa.array(self.rows))
-            return paths, np.zeros(len(paths), np.int64) if self.sizes is None else self.sizes
-        return None, pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows].astype(np.int64)
+        if contents is not None:
+            return None, _measure_bytes(contents)[self.rows].astype(np.int64)
+        paths = paths.cast(pa.large_binary()).combine_chunks().take(pa.array(self.rows))
+        return paths, np.zeros(len(paths), np.int64) if self.sizes is None else self.sizes
 
-    def random_numbers(self, key: int) -> np.ndarray:
+    def hash_images(self, key: int) -> np.ndarray:
         return mix(self.rows, key)
 
 
@@ -280,24 +304,25 @@ def read_tables(
     group_column: str = "",
 ) -> list[Table]:
     """The images of each split. The first one decides on columns and classes. Raises `Refused`."""
-    image = find_image(splits[0], image_column)
-    columns = find_labels(splits[0], label_column, image, group_column)
+    image = find_image_column(splits[0], image_column)
+    columns = find_label_columns(splits[0], label_column, image, group_column)
     require_columns(splits, image, *columns)
-    classes, labels = read_labels(splits, columns, min_classes)
+    classes, labels_by_split = read_labels(splits, columns, min_classes)
     tables = []
-    for split, of_split in zip(splits, labels, strict=True):
-        cells = split.images(image)
-        images = (
-            cells,
-            np.arange(len(split)),
-            split.title,
-            split.folder,
-            _file_sizes(cells, split.folder),
+    for split, labels in zip(splits, labels_by_split, strict=True):
+        images = split.select_images(image)
+        table = Table(
+            column=images,
+            rows=np.arange(len(split)),
+            title=split.title,
+            folder=split.folder,
+            sizes=_read_file_sizes(images, split.folder),
+            labels=labels,
+            classes=classes,
+            groups=read_groups(split, group_column),
+            notes=split.notes,
         )
-        groups = read_groups(split, group_column)
-        tables.append(
-            Table(*images, labels=of_split, classes=classes, groups=groups, notes=split.notes)
-        )
+        tables.append(table)
     return tables
 
 
@@ -307,20 +332,18 @@ def check_group(split: Split, column: str) -> None:
         problem = "holds several values in a row" if column in split.kinds else "is no column"
         raise Refused(
             f"--group_column {column}: {problem} of --data {split.data}, which has "
-            f"{listed(split.kinds)}"
+            f"{format_names(split.kinds)}"
         )
 
 
 def read_groups(split: Split, column: str) -> np.ndarray | None:
-    """int64[N], equal for rows with the same value of a column; None if `column` is empty. Raises
-    `Refused`.
-    """
+    """int64[N], equal for rows with the same value of `column`, or None for "". Raises `Refused`."""
     if not column:
         return None
     check_group(split, column)
-    cells = split.cells(column)
+    cells = split.read_cells(column)
     if cells.null_count:
-        row = pc.index(cells.is_null(), True).as_py()
+        row = _find_null(cells)
         raise Refused(
             f"--data {split.title}: row {row} has nothing in --group_column {column}; fill it in"
         )
@@ -330,101 +353,130 @@ def read_groups(split: Split, column: str) -> np.ndarray | None:
 def read_labels(
     splits: Sequence[Split], columns: tuple[str, ...], min_classes: int
 ) -> tuple[tuple[str, ...], list[np.ndarray]]:
-    """Classes, and labels of each split, from a column of ids, names or lists, or several of 0 and
-    1. Raises `Refused`.
+    """Classes, and labels of each split as `Source.labels` has them. Raises `Refused`.
+
+    A column has ids, names or lists of them; several columns have 0 and 1.
     """
     if len(columns) > 1:
-        return columns, [_zeros_and_ones(split, columns) for split in splits]
-    first, name = splits[0], columns[0]
-    for other in splits[1:]:
-        if other.class_names[name] != first.class_names[name]:
-            both = f"splits {first.name} and {other.name} name other classes in {name}"
-            raise Refused(f"--data {first.data}: {both}; make them the same")
-    cells = [clean_labels(split.cells(name)) for split in splits]
-    classes, values = vocabulary(cells[0], first.class_names[name])
-    if len(classes) < (least := 1 if is_list(first.kinds[name]) else min_classes):
-        found = f"only the class {classes[0]}" if classes else "no class"
-        raise Refused(f"--data {first.title}: {found} in column {name}; needs {least} or more")
-    return classes, [
-        _labels(split, name, of, classes, values) for split, of in zip(splits, cells, strict=True)
-    ]
+        return columns, [_read_binary_columns(split, columns) for split in splits]
+    (column,) = columns
+    first = splits[0]
+    for split in splits[1:]:
+        if split.class_names[column] != first.class_names[column]:
+            problem = f"splits {first.name} and {split.name} name other classes in {column}"
+            raise Refused(f"--data {first.data}: {problem}; make them the same")
+    cells_by_split = [clean_labels(split.read_cells(column)) for split in splits]
+    classes, values = find_classes(cells_by_split[0], first.class_names[column])
+    if is_list(first.kinds[column]):
+        min_classes = 1
+    if len(classes) < min_classes:
+        problem = f"only the class {classes[0]}" if classes else "no class"
+        raise Refused(
+            f"--data {first.title}: {problem} in column {column}; needs {min_classes} or more"
+        )
+    labels = []
+    for split, cells in zip(splits, cells_by_split, strict=True):
+        labels.append(_read_class_ids(split, column, cells, classes, values))
+    return classes, labels
 
 
 def require_columns(splits: Sequence[Split], *names: str) -> None:
     """Raise `Refused` if a split lacks columns that the first one has."""
     for split in splits[1:]:
-        if missing := {*names} - split.kinds.keys():
-            has = f"which {splits[0].name} has"
+        missing = [name for name in names if name not in split.kinds]
+        if missing:
             raise Refused(
-                f"--data {split.data}: split {split.name} has no column {min(missing)}, {has}"
+                f"--data {split.data}: split {split.name} has no column {min(missing)}, which "
+                f"{splits[0].name} has"
             )
 
 
 def read_contents(column: "datasets.Dataset") -> tuple[Any, Any]:
     """Bytes and paths of a column of images, as chunked arrays; None if it has no bytes, or no paths."""
     cells = column.with_format("arrow")[:].column(0)
-    if pa.types.is_struct(cells.type):
-        contents = pc.struct_field(cells, "bytes")
-        return None if contents.null_count == len(contents) else contents, pc.struct_field(
-            cells, "path"
-        )
-    return (None, cells) if is_text(cells.type) else (cells, None)
+    if is_text(cells.type):
+        return None, cells
+    if not pa.types.is_struct(cells.type):
+        return cells, None
+    contents = pc.struct_field(cells, "bytes")
+    paths = pc.struct_field(cells, "path")
+    if contents.null_count == len(contents):
+        return None, paths
+    return contents, paths
 
 
-def _file_sizes(column: "datasets.Dataset", folder: str) -> np.ndarray | None:
+def _measure_bytes(contents: pa.ChunkedArray) -> np.ndarray:
+    """The number of bytes of each image, -1 for a missing one."""
+    return pc.binary_length(contents).fill_null(-1).to_numpy()
+
+
+def _read_file_sizes(column: "datasets.Dataset", folder: str) -> np.ndarray | None:
     """int64[N]: bytes of each file, -1 for a missing one; None if the column has bytes."""
     contents, paths = read_contents(column)
     if contents is not None:
         return None
-    names = (name for chunk in paths.chunks for name in chunk.to_pylist())
-    return np.array(
-        get_file_sizes(os.path.join(folder, name) if name else "" for name in names), np.int64
-    )
+    return np.array(get_file_sizes(_iterate_files(paths, folder)), np.int64)
+
+
+def _iterate_files(paths: pa.ChunkedArray, folder: str) -> Iterator[str]:
+    """The file of each path; "" for a row without one."""
+    for chunk in paths.chunks:  # never a list of all paths
+        for path in chunk.to_pylist():
+            yield os.path.join(folder, path) if path else ""
+
+
+def _find_null(cells: pa.Array) -> int:
+    """The first row without a value."""
+    return pc.index(cells.is_null(), True).as_py()
 
 
 # ---- labels
 
 
-def _zeros_and_ones(split: Split, names: Sequence[str]) -> np.ndarray:
+def _read_binary_columns(split: Split, columns: Sequence[str]) -> np.ndarray:
     """bool[N, C] from columns of 0 and 1 of any type."""
-    matrix = np.zeros((len(split), len(names)), bool)
-    table = split.rows.select_columns([*names]).with_format("arrow")[:]
-    for place, name in enumerate(names):
-        cells = table[name].combine_chunks()
-        words = trim(pc.utf8_lower(cells.cast(pa.string())))
-        found = pc.index_in(words, value_set=pa.array([*_ZERO_OR_ONE])).fill_null(-1).to_numpy()
-        if (found < 0).any():
-            row = int((found < 0).argmax())
-            problem = f"row {row} has {cells[row].as_py()!r} in column {name}"
+    labels = np.zeros((len(split), len(columns)), bool)
+    table = split.rows.select_columns(list(columns)).with_format("arrow")[:]
+    value_set = pa.array(list(_BINARY_VALUES))
+    values = np.array(list(_BINARY_VALUES.values()))
+    for class_id, column in enumerate(columns):
+        cells = table[column].combine_chunks()
+        texts = trim(pc.utf8_lower(cells.cast(pa.string())))
+        indices = pc.index_in(texts, value_set=value_set).fill_null(-1).to_numpy()
+        is_unknown = indices < 0
+        if is_unknown.any():
+            row = int(is_unknown.argmax())
+            problem = f"row {row} has {cells[row].as_py()!r} in column {column}"
             raise Refused(
                 f"--data {split.title}: {problem}; each of several label columns must hold 0 or 1"
             )
-        matrix[:, place] = np.array([*_ZERO_OR_ONE.values()])[found]
-    return matrix
+        labels[:, class_id] = values[indices]
+    return labels
 
 
 def clean_labels(cells: pa.Array) -> pa.Array:
-    """Labels, or lists of them, as of a CSV file: texts are trimmed, and null if empty; True is a
-    text, and 1.0 is 1.
+    """Labels, or lists of them, in the form of a CSV file's.
+
+    Texts are trimmed, and null if they are empty. True is a text, and 1.0 is 1.
     """
     if is_list(cells.type):
         lengths = pc.list_value_length(cells).fill_null(0).to_numpy()
-        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
-        return pa.ListArray.from_arrays(
-            offsets, clean_labels(pc.list_flatten(cells)), mask=cells.is_null()
-        )
+        offsets = pa.array(np.append(0, np.cumsum(lengths)), pa.int32())
+        values = clean_labels(pc.list_flatten(cells))
+        return pa.ListArray.from_arrays(offsets, values, mask=cells.is_null())
     if pa.types.is_boolean(cells.type):
         return pc.if_else(cells, "True", "False")
     if pa.types.is_floating(cells.type):
-        return as_numbers(pc.if_else(pc.is_nan(cells), None, cells).cast(pa.string()))
+        return parse_integers(pc.if_else(pc.is_nan(cells), None, cells).cast(pa.string()))
     return trim(cells) if is_text(cells.type) else cells
 
 
-def vocabulary(cells: pa.Array, names: list[str] | None) -> tuple[tuple[str, ...], pa.Array]:
-    """Class names and their values in a column: `names`, or else the values found, sorted."""
+def find_classes(cells: pa.Array, names: list[str] | None) -> tuple[tuple[str, ...], pa.Array]:
+    """Class names and their values in a column: `names`, or else the distinct values, sorted."""
     if names:
         return tuple(names), pa.array(range(len(names)), pa.int64())
-    values = pc.unique(pc.list_flatten(cells) if is_list(cells.type) else cells).drop_null()
+    labels = pc.list_flatten(cells) if is_list(cells.type) else cells
+    values = pc.unique(labels).drop_null()
     values = values.take(pc.sort_indices(values))
     if pa.types.is_integer(values.type) and values.to_pylist() != [-1, 1]:  # which are two classes
         zero = pa.scalar(0, values.type)  # another negative number means that the label is missing
@@ -432,48 +484,45 @@ def vocabulary(cells: pa.Array, names: list[str] | None) -> tuple[tuple[str, ...
     return tuple(str(value) for value in values.to_pylist()), values
 
 
-def _labels(
+def _read_class_ids(
     split: Split, column: str, cells: pa.Array, classes: tuple[str, ...], values: pa.Array
 ) -> np.ndarray:
-    """int64[N] class ids, or bool[N, C] of a column of lists, of labels that are all in `values`."""
-    several = is_list(cells.type)
-    start = f"--data {split.title}: row"
+    """int64[N] class ids of cells, or bool[N, C] of lists; `values` are those of `classes`."""
+    title = f"--data {split.title}"
     if cells.null_count:
-        row = pc.index(cells.is_null(), True).as_py()
         raise Refused(
-            f"{start} {row} has no label in column {column} (null); remove the row or label it"
+            f"{title}: row {_find_null(cells)} has no label in column {column} (null); remove the "
+            "row or label it"
         )
-    flat = pc.list_flatten(cells) if several else cells
-    rows = pc.list_parent_indices(cells).to_numpy() if several else np.arange(len(flat))
-    ids = (
-        pc.index_in(flat.cast(values.type), value_set=values)
-        .fill_null(-1)
-        .to_numpy()
-        .astype(np.int64)
-    )
-    if (ids < 0).any():
-        wrong = int(np.argmin(ids))
-        known = f"0 to {len(classes) - 1}" if split.class_names[column] else ", ".join(classes[:10])
+    labels = cells
+    rows = np.arange(len(cells))
+    if is_list(cells.type):
+        labels = pc.list_flatten(cells)
+        rows = pc.list_parent_indices(cells).to_numpy()
+    indices = pc.index_in(labels.cast(values.type), value_set=values)
+    class_ids = indices.fill_null(-1).to_numpy().astype(np.int64)
+    if (class_ids < 0).any():
+        i = int(np.argmin(class_ids))
+        expected = ", ".join(classes[:10])
+        if split.class_names[column]:
+            expected = f"0 to {len(classes) - 1}"
         raise Refused(
-            f"{start} {rows[wrong]} has label {flat[wrong].as_py()!r} in column {column}, "
-            f"but the {len(classes)} classes are {known}; remove the row or correct it"
+            f"{title}: row {rows[i]} has label {labels[i].as_py()!r} in column {column}, "
+            f"but the {len(classes)} classes are {expected}; remove the row or correct it"
         )
-    if not several:
-        return ids
-    matrix = np.zeros((len(cells), len(classes)), bool)
-    matrix[rows, ids] = True
-    twice = np.flatnonzero(np.bincount(rows, minlength=len(cells)) > matrix.sum(axis=1))
+    if not is_list(cells.type):
+        return class_ids
+    is_of_class = np.zeros((len(cells), len(classes)), bool)
+    is_of_class[rows, class_ids] = True
     advice = (
         f"in column {column}; a row lists the ids or names of the classes it shows, not a 0 or 1 "
         "for each"
     )
-    if twice.size:
-        raise Refused(f"{start} {twice[0]} has a class twice {advice}")
-    # Such as [0, 1]
-    if (
-        classes in (("0", "1"), ("False", "True"))
-        and not split.class_names[column]
-        and matrix.all()
-    ):
-        raise Refused(f"{start} 0, as each one, has both classes {advice}")
-    return matrix
+    num_labels = np.bincount(rows, minlength=len(cells))
+    is_repeated = num_labels > is_of_class.sum(axis=1)
+    if is_repeated.any():
+        raise Refused(f"{title}: row {is_repeated.argmax()} has a class twice {advice}")
+    has_binary_classes = classes in (("0", "1"), ("False", "True"))
+    if has_binary_classes and not split.class_names[column] and is_of_class.all():  # such as [0, 1]
+        raise Refused(f"{title}: row 0, as each one, has both classes {advice}")
+    return is_of_class

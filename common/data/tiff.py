@@ -31,8 +31,9 @@ _RAW = 1
 
 
 def open_tiff(file: IO[bytes], filename: str | bytes = "") -> Image.Image:
-    """Open the first page; what Pillow would misread is decoded at once. Raises `BrokenImage` if it
-    can't be read.
+    """Open the first page; what Pillow would misread is decoded at once.
+
+    Raises `BrokenImage` if it can't be read.
     """
     with suppress(Exception):  # an unusual or damaged file makes Pillow raise almost anything
         image = TiffImageFile(file, filename)
@@ -47,9 +48,7 @@ def open_tiff(file: IO[bytes], filename: str | bytes = "") -> Image.Image:
 
 
 def _is_read_right(image: TiffImageFile) -> bool:
-    """True if Pillow reads such pixels right. Found by comparing it with tifffile for all kinds of
-    samples.
-    """
+    """True if Pillow reads such pixels right, by a comparison with tifffile for all kinds of samples."""
     tags = image.tag_v2
     num_bands = tags.get(277, 1)
     bits = tags.get(258, (1,))[0]
@@ -58,10 +57,11 @@ def _is_read_right(image: TiffImageFile) -> bool:
     if photometric == _RGB and num_bands > 3 and 338 not in tags:
         return False
     if num_bands > 1:
-        is_interleaved = tags.get(284) != _PLANAR
-        return is_interleaved or (
-            photometric != _GREY and (bits == 8 or (num_bands == 3 and not is_raw))
-        )
+        if tags.get(284) != _PLANAR:
+            return True
+        if photometric == _GREY:
+            return False
+        return bits == 8 or (num_bands == 3 and not is_raw)
     if bits > 8 and photometric != _GREY:
         return False
     if tags.get(339, (_UNSIGNED,))[0] == _UNSIGNED:
@@ -69,20 +69,24 @@ def _is_read_right(image: TiffImageFile) -> bool:
     return bits > 8 and (is_raw or tags.prefix == b"II")
 
 
+def _can_decode(page: tifffile.TiffPage) -> bool:
+    """True for raw integers or floats, in grey or RGB without transparency, of a usual size."""
+    if page.photometric > _RGB or any(page.extrasamples):
+        return False
+    # As in Pillow, some bands beside the colours are not used.
+    max_bands = 6 if page.photometric == _RGB else 1
+    if page.samplesperpixel > max_bands or str(page.dtype)[0] not in "uif":
+        return False
+    if page.compression != _RAW:
+        return False
+    return page.size <= 3 * MAX_PIXELS
+
+
 def _decode(page: tifffile.TiffPage) -> Image.Image:
     """Decode a page to an image of mode L or RGB."""
     num_bands = page.samplesperpixel
     is_rgb = page.photometric == _RGB
-    is_known = (
-        page.photometric <= _RGB
-        # As in Pillow, some bands beside the colours are not used.
-        and num_bands <= (6 if is_rgb else 1)
-        and not any(page.extrasamples)  # transparency
-        and str(page.dtype)[0] in "uif"  # integers and floats
-        and page.compression == _RAW
-        and page.size <= 3 * MAX_PIXELS
-    )
-    if not is_known:
+    if not _can_decode(page):
         raise BrokenImage(
             f"a TIFF of {num_bands} bands of {page.bitspersample} bits, {page.imagewidth} x "
             f"{page.imagelength} pixels, photometric {page.photometric:d}, compression "
@@ -96,7 +100,9 @@ def _decode(page: tifffile.TiffPage) -> Image.Image:
         values = np.moveaxis(values, 0, -1)
     if is_rgb:
         values = values[..., :3]
-    white = 1.0 if values.dtype.kind == "f" else 2.0 ** min(page.bitspersample, 16) - 1
+    white = 1.0
+    if values.dtype.kind != "f":
+        white = 2.0 ** min(page.bitspersample, 16) - 1
     pixels = to_8_bit(values, white)
     if page.photometric == _WHITE_IS_0:
         pixels = 255 - pixels

@@ -1,4 +1,4 @@
-"""Data workers: their start, their end with their process at the latest, and the handover of their batches.
+"""Data workers: how they start, end with their process at the latest, and hand over batches.
 
 Nothing is left behind after any kill. A batch's arrays are written to memory without a name, which
 the system frees with the last process that has it open. The open file is sent through a pair of
@@ -23,6 +23,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from typing import BinaryIO
 
@@ -30,69 +31,68 @@ import torch
 from torch.utils.data import get_worker_info
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process is sent when its parent ends
-# Seconds to wait for a killed worker to end, which a dead network drive may prevent.
-_PATIENCE = 5.0
-_UP_S = 30.0  # seconds for a forked process to reach its first line, which takes some milliseconds
+_JOIN_TIMEOUT_S = 5.0  # for a killed worker to end, which a dead network drive may prevent
+_START_TIMEOUT_S = 30.0  # for a forked process to reach its first line, in milliseconds as a rule
 
-_ALIGNED = 64  # bytes
-_NAME = struct.Struct("<qq")  # of a batch: process id of its worker, its number there
+_ALIGNMENT = 64  # bytes
+_NAME = struct.Struct("<qq")  # of a batch: process id of its worker, its id there
 
-_numbers = itertools.count()
+_ids = itertools.count()
 _handovers: "weakref.WeakValueDictionary[int, Handover]" = weakref.WeakValueDictionary()
 
 
-class _Worker(multiprocessing.context.ForkProcess):
+class _WorkerProcess(multiprocessing.context.ForkProcess):
     """A forked process that runs when `start` returns.
 
     Before Python 3.12 a forked process can hang for ever, if a thread of torch held a lock of the
     interpreter at that moment. Such a child never reaches its first line, and is replaced.
     """
 
-    _up: tuple[int, int]  # a pipe: the end to read from, and the end that the child writes to
+    _pipe: tuple[int, int]  # a pipe: the end to read from, and the end that the child writes to
 
     @staticmethod
     def _Popen(process_obj):
-        process_obj._up = os.pipe()
+        process_obj._pipe = os.pipe()
         try:
             while True:
                 child = multiprocessing.context.ForkProcess._Popen(process_obj)
-                if wait([process_obj._up[0], child.sentinel], _UP_S):
+                if wait([process_obj._pipe[0], child.sentinel], _START_TIMEOUT_S):
                     return child
                 child.kill()
                 child.wait()
                 child.close()
         finally:
-            for end in process_obj._up:
-                os.close(end)
+            for fd in process_obj._pipe:
+                os.close(fd)
 
     def run(self) -> None:
-        os.write(self._up[1], b"u")
-        for end in self._up:
-            os.close(end)
+        os.write(self._pipe[1], b"u")
+        for fd in self._pipe:
+            os.close(fd)
         super().run()
 
 
-class _Forks(multiprocessing.context.ForkContext):
-    Process = _Worker
+class _WorkerContext(multiprocessing.context.ForkContext):
+    Process = _WorkerProcess
 
 
-def context() -> multiprocessing.context.BaseContext | None:
+def get_context() -> multiprocessing.context.BaseContext | None:
     """The context that data workers are started with; None if torch's own choice does not fork."""
-    return _Forks() if multiprocessing.get_start_method() == "fork" else None
+    return _WorkerContext() if multiprocessing.get_start_method() == "fork" else None
 
 
-def begin(kept: int) -> None:
-    """Prepare a data worker; called first in it. `kept` is the descriptor of the socket that it needs."""
-    end_with_parent()
-    _let_go_of_sockets(kept)
+def init_worker(socket_fd: int) -> None:
+    """Prepare a data worker, as its first call. `socket_fd` is the descriptor of the socket that it needs."""
+    exit_with_parent()
+    _release_sockets(socket_fd)
     # A signal to the whole process group is meant for the training process, which needs its workers
     # until it has saved.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)
 
 
-def end_with_parent() -> None:
-    """From now on this process is killed when its parent ends, in whatever way.
+def exit_with_parent() -> None:
+    """Let this process be killed when its parent ends, in whatever way.
 
     On Linux the system does it. Elsewhere, or if a fork server is the parent, a thread does it, for
     workers of multiprocessing only; it has to wait for C code that does not let other threads run.
@@ -102,13 +102,19 @@ def end_with_parent() -> None:
     if sys.platform == "linux" and threading.main_thread().name == "MainThread":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     # Covers a parent that had ended before prctl was called.
-    if parent := multiprocessing.parent_process():
-        threading.Thread(
-            target=lambda: wait([parent.sentinel]) and os._exit(1), name="parent", daemon=True
-        ).start()
+    parent = multiprocessing.parent_process()
+    if parent:
+        wait_for_parent = partial(_exit_after, parent.sentinel)
+        threading.Thread(target=wait_for_parent, name="parent", daemon=True).start()
 
 
-def end() -> None:
+def _exit_after(sentinel: int) -> None:
+    """End this process when the process of `sentinel` has ended."""
+    wait([sentinel])
+    os._exit(1)
+
+
+def stop_workers() -> None:
     """Kill the data workers of this process: they have nothing to save. Called in the main thread."""
     # torch's handler would raise for each of them.
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -116,21 +122,21 @@ def end() -> None:
     for child in children:
         child.kill()
     for child in children:
-        child.join(_PATIENCE)
+        child.join(_JOIN_TIMEOUT_S)
     signal.signal(signal.SIGCHLD, handler)
 
 
-def _let_go_of_sockets(kept: int) -> None:
-    """Release the inherited sockets except `kept`: otherwise their peers would not see the parent end."""
-    nothing = os.open(os.devnull, os.O_RDWR)
+def _release_sockets(kept_fd: int) -> None:
+    """Release the inherited sockets except `kept_fd`: otherwise their peers would not see the parent end."""
+    null_fd = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # the list itself was a file
-            number = int(name)
-            if number not in (0, 1, 2, kept) and stat.S_ISSOCK(os.fstat(number).st_mode):
-                # Replaced, not closed: a new file would get the number, and the socket's owner
+            fd = int(name)
+            if fd not in (0, 1, 2, kept_fd) and stat.S_ISSOCK(os.fstat(fd).st_mode):
+                # Replaced, not closed: a new file would get the descriptor, and the socket's owner
                 # would close it.
-                os.dup2(nothing, number, inheritable=False)
-    os.close(nothing)
+                os.dup2(null_fd, fd, inheritable=False)
+    os.close(null_fd)
 
 
 # ---- handover of batches
@@ -140,26 +146,31 @@ class Handover:
     """The collate function of a loader: sends a batch from a worker's memory to its process unchanged."""
 
     def __init__(self) -> None:
-        self.number = next(_numbers)
-        self._near, self.far = socket.socketpair()  # ends for the process and for its workers
+        self.id = next(_ids)
+        # `sender` is for the workers.
+        self._receiver, self.sender = socket.socketpair()
         # Files that have arrived before the queue's message about them.
-        self._came: dict[bytes, BinaryIO] = {}
-        _handovers[self.number] = self
+        self._received: dict[bytes, BinaryIO] = {}
+        _handovers[self.id] = self
 
     def __call__(self, batch):
-        return _Parcel(batch, self) if get_worker_info() and hasattr(os, "memfd_create") else batch
+        if get_worker_info() and hasattr(os, "memfd_create"):
+            return _Parcel(batch, self)
+        return batch
 
     def __getstate__(self) -> dict:  # for a worker that was not forked
-        return {"number": self.number, "far": self.far}
+        return {"id": self.id, "sender": self.sender}
 
-    def memory(self, name: bytes) -> memoryview:
+    def receive(self, name: bytes) -> memoryview:
         """The memory that was sent under this name."""
-        while name not in self._came:
-            came, files, *_ = socket.recv_fds(self._near, _NAME.size, 1, socket.MSG_CMSG_CLOEXEC)
-            if not files:
+        while name not in self._received:
+            received_name, fds, *_ = socket.recv_fds(
+                self._receiver, _NAME.size, 1, socket.MSG_CMSG_CLOEXEC
+            )
+            if not fds:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            self._came[came] = open(files[0], "r+b", buffering=0)
-        with self._came.pop(name) as file:
+            self._received[received_name] = open(fds[0], "r+b", buffering=0)
+        with self._received.pop(name) as file:
             return memoryview(mmap.mmap(file.fileno(), 0))
 
 
@@ -167,25 +178,30 @@ class _Parcel:
     """A batch on its way out of a worker."""
 
     def __init__(self, batch, handover: Handover):
-        self._batch, self._handover = batch, handover
+        self._batch = batch
+        self._handover = handover
 
     def __reduce__(self) -> tuple:
-        words = io.BytesIO()
+        stream = io.BytesIO()
         buffers: list[pickle.PickleBuffer] = []
-        _Pickler(words, protocol=5, buffer_callback=buffers.append).dump(self._batch)
+        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(self._batch)
+        pickled = stream.getvalue()
         if not buffers:
-            return pickle.loads, (words.getvalue(),)
-        name, sizes = (
-            _NAME.pack(os.getpid(), next(_numbers)),
-            [buffer.raw().nbytes for buffer in buffers],
-        )
+            return pickle.loads, (pickled,)
+        name = _NAME.pack(os.getpid(), next(_ids))
+        sizes = [buffer.raw().nbytes for buffer in buffers]
         with open(os.memfd_create("batch"), "wb") as file:
             for buffer, size in zip(buffers, sizes, strict=True):
                 file.write(buffer.raw())
-                file.write(bytes(_ALIGNED - size % _ALIGNED))
+                file.write(bytes(_measure_padding(size)))
             file.flush()
-            socket.send_fds(self._handover.far, [name], [file.fileno()])
-        return _unpack, (self._handover.number, name, words.getvalue(), sizes)
+            socket.send_fds(self._handover.sender, [name], [file.fileno()])
+        return _unpack, (self._handover.id, name, pickled, sizes)
+
+
+def _measure_padding(size: int) -> int:
+    """Bytes behind an array of `size` bytes, so that the next one is aligned."""
+    return _ALIGNMENT - size % _ALIGNMENT
 
 
 class _Pickler(pickle.Pickler):
@@ -196,18 +212,25 @@ class _Pickler(pickle.Pickler):
         if not (item.dim() == 4 and item.is_contiguous(memory_format=torch.channels_last)):
             item = item.contiguous()
         content = item.as_strided((item.numel(),), (1,)).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(content), item.dtype, tuple(item.shape), item.stride())
+        return _rebuild_tensor, (
+            pickle.PickleBuffer(content),
+            item.dtype,
+            tuple(item.shape),
+            item.stride(),
+        )
 
 
-def _tensor(
+def _rebuild_tensor(
     content: memoryview, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
     return torch.frombuffer(content, dtype=dtype).as_strided(shape, stride)
 
 
-def _unpack(number: int, name: bytes, words: bytes, sizes: Sequence[int]):
-    memory, parts, start = _handovers[number].memory(name), [], 0
+def _unpack(handover_id: int, name: bytes, pickled: bytes, sizes: Sequence[int]):
+    memory = _handovers[handover_id].receive(name)
+    buffers = []
+    start = 0
     for size in sizes:
-        parts.append(memory[start : start + size])
-        start += size + _ALIGNED - size % _ALIGNED
-    return pickle.loads(words, buffers=parts)
+        buffers.append(memory[start : start + size])
+        start += size + _measure_padding(size)
+    return pickle.loads(pickled, buffers=buffers)

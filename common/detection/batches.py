@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from common.data.cache import Cache, EvalCache, open_cache
-from common.data.decoding import Picture, resized
+from common.data.decoding import Picture, resize
 from common.data.images import BrokenImage
 from common.data.loader import DeviceBatch, prefetch_images
 from common.data.notes import Notes
@@ -122,7 +122,7 @@ class TrainDataset(Dataset):
         with --cache.
         """
         stream = build_stream(config, source)
-        strong_until = stream.steps(config.strong_epochs) * stream.global_batch_size
+        strong_until = stream.count_steps(config.strong_epochs) * stream.global_batch_size
         small = _describe_small(config.data, source, transforms.augment)
         return cls(
             source,
@@ -158,7 +158,7 @@ class TrainDataset(Dataset):
         broken: list[str] = []
         prefetch_images(self.source, self.stream, positions)
         for index, position in zip(
-            self.stream.indices(positions).tolist(), positions.tolist(), strict=True
+            self.stream.get_indices(positions).tolist(), positions.tolist(), strict=True
         ):
             draws = self.augmentation.partners(position).tolist()
             partners = [(self._partner(position, draw), _FRESH + draw % _FRESH) for draw in draws]
@@ -194,7 +194,7 @@ class TrainDataset(Dataset):
     def describe_images(self, batch: DetectionBatch) -> list[tuple[str, str, list]]:
         """Of each image: how many objects it has, its name, and their boxes."""
         found = []
-        indices = self.stream.indices(batch.positions.cpu().numpy()).tolist()
+        indices = self.stream.get_indices(batch.positions.cpu().numpy()).tolist()
         for index, target in zip(indices, batch.targets, strict=True):
             names = [self.source.classes[label] for label in target["labels"].tolist()]
             boxes = list(zip(target["boxes"].tolist(), names, strict=True))
@@ -223,8 +223,8 @@ class TrainDataset(Dataset):
         return _canvas(self._sizes(step), self.stride)
 
     def _sizes(self, step: int) -> np.ndarray:
-        positions = self.stream.positions(step, (0, self.stream.global_batch_size))
-        sizes = self.source.sizes[self.stream.indices(positions)]
+        positions = self.stream.get_positions(step, (0, self.stream.global_batch_size))
+        sizes = self.source.sizes[self.stream.get_indices(positions)]
         return self.augmentation.sizes(positions, sizes)
 
     def _augmented(self, places: list[tuple[int, int]], broken: list[str]) -> Sample:
@@ -248,13 +248,13 @@ class TrainDataset(Dataset):
             - position % self.stream.global_batch_size
             + draw % self.stream.global_batch_size
         )
-        return int(self.stream.indices(np.array([place]))[0])
+        return int(self.stream.get_indices(np.array([place]))[0])
 
     def _decoded(self, index: int, position: int) -> tuple[Sample, str]:
         """The sample, decoded whole, and ""; or an empty scene of its size, and the reason."""
         try:
             sample = self.source.sample(index, position, self.cache)
-            return sample._replace(image=Picture(sample.image.whole())), ""
+            return sample._replace(image=Picture(sample.image.decode())), ""
         except BrokenImage as error:
             width, height = self.source.sizes[index].tolist()
             none = np.zeros((0, height, width), np.uint8) if self.source.has_masks else None
@@ -320,7 +320,7 @@ class EvalDataset(Dataset):
 
     def _decode(self, index: int, size: tuple[int, int]) -> torch.Tensor:
         """uint8[3, *size]. Raises `BrokenImage`."""
-        return resized(self.source.picture(index).whole(), size, "bilinear")
+        return resize(self.source.picture(index).decode(), size, "bilinear")
 
     def _sizes(self, indices: np.ndarray) -> np.ndarray:
         """int64[n, 2]: width and height of these images on their canvas."""
@@ -338,7 +338,7 @@ def _describe_small(title: str, source: Annotated, augmentation: BoxAugmentation
     notes = Notes(title, "objects")
     first = source.name(int(owners[is_small].min(initial=0)))
     notes.leave_out(f"below {SMALLEST:g} pixel after resizing", first, is_small.sum())
-    return "".join(notes.texts(len(owners), "raise --short_sides and --long_side"))
+    return "".join(notes.format_lines(len(owners), "raise --short_sides and --long_side"))
 
 
 def blank_padding(images: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

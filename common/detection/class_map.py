@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from common.config.origin import places_of, some
+from common.config.origin import find_indices, format_names
 from common.errors import Refused
 
 
@@ -20,11 +20,11 @@ def parse_class_map(text: str, class_names: Sequence[str]) -> dict[str, str]:
                 f"--init_classes {text:.100}: must be OWN=THEIRS, joined by commas, such as "
                 "mug=cup,sofa=couch"
             )
-        (index,) = places_of([own], class_names)
+        (index,) = find_indices([own], class_names)
         if index is None:
             raise Refused(
                 f"--init_classes {own}={theirs}: the data have no class {own}, but "
-                f"{some(class_names)}"
+                f"{format_names(class_names)}"
             )
         class_map[class_names[index]] = theirs
     return class_map

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from common.config.origin import by_name
+from common.config.origin import key_by_class
 from common.detection.data.annotated import Annotated
 from common.detection.models.detectors import FAMILIES, Detector
 from common.detection.models.fpn import SimplePyramid
@@ -35,7 +35,7 @@ def export(
         config["options"] |= {"min_size": config["short_side"], "max_size": config["long_side"]}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "results.json").write_text(
-        json.dumps(by_name(results, source.classes), indent=2) + "\n"
+        json.dumps(key_by_class(results, source.classes), indent=2) + "\n"
     )
     for file in folder.glob("*.safetensors"):
         file.chmod(folder.stat().st_mode & 0o666)  # it was written for its owner alone

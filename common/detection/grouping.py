@@ -15,10 +15,10 @@ def build_stream(config: Any, source: Annotated) -> Stream:
     """The stream of a run, as --repeat_threshold and --group_window say."""
     weights = repeat_weights(source, config.repeat_threshold)
     if not config.group_window:
-        return Stream.of(config, len(source), weights, blocks=source.blocks)
+        return Stream.from_config(config, len(source), weights, blocks=source.blocks)
     aspects = source.sizes[:, 0] / source.sizes[:, 1]
     options = {"aspects": aspects, "window": config.group_window, "blocks": source.blocks}
-    return GroupedStream.of(config, len(source), weights, **options)
+    return GroupedStream.from_config(config, len(source), weights, **options)
 
 
 def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
@@ -57,7 +57,7 @@ class GroupedStream(Stream):
     aspects: np.ndarray = field(kw_only=True)  # float[size]: width / height of each image
     window: int = field(default=16, kw_only=True)
 
-    def indices(self, positions: np.ndarray) -> np.ndarray:
+    def get_indices(self, positions: np.ndarray) -> np.ndarray:
         result = np.empty(len(positions), np.int64)
         span = self.window * self.global_batch_size
         windows = positions // span
@@ -69,7 +69,7 @@ class GroupedStream(Stream):
     def _arranged(self, start: int, count: int) -> np.ndarray:
         """The samples of a window: int64[count]."""
         positions = np.arange(start, start + count)
-        indices = super().indices(positions)
+        indices = super().get_indices(positions)
         epochs, batches = positions // self.size, positions // self.global_batch_size
         arranged = np.empty_like(indices)
         for epoch in np.unique(epochs).tolist():

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common.data.decoding import resized
+from common.data.decoding import resize
 from common.detection.data.annotated import Sample
 
 # For each edge of a box the first, or the last one on its axis; quicker than np.tile.
@@ -37,13 +37,13 @@ def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.nda
     whole = np.array([picture.width, picture.height])
     kept = whole / sample.size  # 1, or less in a cache
     width, height = ((inside[2:] - inside[:2]) * kept).tolist()
-    reduction = picture.reduction(height, width, size)
+    reduction = picture.choose_reduction(height, width, size)
     factors, limits = (kept / reduction)[FIRST], -(-whole // reduction)
     edges = np.rint(inside * factors).astype(int)
     edges[:2] = np.minimum(edges[:2], limits - 1)
     edges[2:] = edges[2:].clip(edges[:2] + 1, limits)
     left, top, right, bottom = edges.tolist()
-    image = resized(picture.part(reduction, top, left, bottom, right), size, "bilinear")
+    image = resize(picture.decode_crop(reduction, top, left, bottom, right), size, "bilinear")
 
     shown = (edges / factors).astype(np.float32)
     scale = (size[::-1] / (shown[2:] - shown[:2])).astype(np.float32)

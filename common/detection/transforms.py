@@ -9,8 +9,8 @@ from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from common.config.fields import whole_numbers
-from common.data.decoding import pixels_of
+from common.config.fields import split_integers
+from common.data.decoding import pil_to_tensor
 from common.detection.data.annotated import Sample
 from common.detection.samples import (
     FIRST,
@@ -169,7 +169,7 @@ class BoxAugmentation:
             # Pillow stays in 8 bits, in 0.6 of the time.
             image = Image.fromarray(shown.image.permute(1, 2, 0).numpy())
             shown = shown._replace(
-                image=pixels_of(v2.RandomPhotometricDistort(p=self.photometric)(image))
+                image=pil_to_tensor(v2.RandomPhotometricDistort(p=self.photometric)(image))
             )
         left, top = low.tolist()
         shown = padded(shown, left, top, width, height, fill)
@@ -195,7 +195,7 @@ class BoxAugmentation:
 
 def read_sides(config: Any, stride: int, square: bool) -> tuple[tuple[int, ...], int]:
     """Short sides in training and evaluation; squares' are multiples of `stride`. Raises `Refused`."""
-    short_sides = whole_numbers(config.short_sides, ",")
+    short_sides = split_integers(config.short_sides, ",")
     if not short_sides or min(short_sides) < 1 or max(short_sides) > 8192:
         raise Refused(
             f"--short_sides {config.short_sides:.100}: must be lengths in pixels joined by "

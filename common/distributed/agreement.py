@@ -26,7 +26,7 @@ def collect_facts(config=None) -> dict[str, str]:
     facts = {"Python": platform.python_version()}
     for name, version in get_package_versions().items():
         facts[name] = str(version)
-    facts.update(recipe_source.digests(recipe_source.read(config)))
+    facts.update(recipe_source.hash_files(recipe_source.read_source(config)))
     common = Path(__file__).parents[1]
     for path in common.rglob("*.py"):
         name = str(path.relative_to(common.parent))

@@ -37,7 +37,7 @@ def describe_environment(precision: str, device: torch.device, config: object = 
 
     It has versions, commit, command, layout and devices of this start.
     """
-    recipe = recipe_source.started(config)
+    recipe = recipe_source.find_recipe_file(config)
     if device.type == "cpu":
         device_name = platform.processor() or platform.machine()
     else:
@@ -47,7 +47,7 @@ def describe_environment(precision: str, device: torch.device, config: object = 
         "command": shlex.join(sys.argv),
         "launch": _get_launch_command(),
         "recipe": str(recipe.resolve()) if recipe else None,
-        "source": recipe_source.digests(recipe_source.read(config)),
+        "source": recipe_source.hash_files(recipe_source.read_source(config)),
         "commit": _get_commit(recipe.resolve()) if recipe else None,
         "python": platform.python_version(),
         "platform": platform.platform(),

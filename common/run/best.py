@@ -15,7 +15,7 @@ import torch
 
 from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoint, Damaged, compare, compute_digests, verify
-from common.config.origin import RUN_FILE, made_by
+from common.config.origin import RUN_FILE, build_run_info
 from common.durable import remove, replace_folder, sync_folder
 from common.files import to_json
 from common.run.progress import Progress, of_exported
@@ -65,7 +65,7 @@ class Best:
         remove(self._new)
         try:
             self._export(model, results=to_json(of_exported(results)), folder=self._new)
-            run_info = made_by(record, self._recorded)
+            run_info = build_run_info(record, self._recorded)
             (self._new / RUN_FILE).write_text(json.dumps(run_info, indent=2) + "\n")
             if hasattr(evaluation, "write_predictions"):
                 evaluation.write_predictions(self._new)

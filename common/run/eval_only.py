@@ -25,11 +25,11 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from common.checkpoints.resume import check_weights, load_model
-from common.config.fields import fields_with
-from common.config.origin import Origin, by_name
-from common.config.parsing import identity, short_hash, weight_fields
+from common.config.fields import get_fields_with
+from common.config.origin import Origin, key_by_class
+from common.config.parsing import compute_short_hash, get_identity, get_weight_fields
 from common.data import splits
-from common.data.loader import evaluation_loader
+from common.data.loader import create_eval_loader
 from common.data.source import Source
 from common.distributed.collectives import all_or_none, is_main
 from common.durable import make_folder, remove, replace_folder, sync_folder
@@ -43,14 +43,14 @@ from common.run.folder import write_json
 def announce(config: Any, origin: Origin) -> None:
     """Log which weights are evaluated, and how settings differ from their run's."""
     settings = dataclasses.asdict(config) | _recorded(config, origin)
-    launch.print_on_main(origin.describe(settings, fields_with(config, "reads_data")))
+    launch.print_on_main(origin.describe(settings, get_fields_with(config, "reads_data")))
 
 
 def load_weights(model: nn.Module, origin: Origin) -> None:
     """Load a checkpoint's weights into `model`; an exported model was built with its own, which are
     checked.
     """
-    if origin.is_alone:
+    if origin.is_state_dict:
         with all_or_none("loading the weights"):
             load_model(model, Path(origin.path))
     else:
@@ -59,18 +59,20 @@ def load_weights(model: nn.Module, origin: Origin) -> None:
 
 def build_batches(config: Any, dataset: Any, accelerator: Accelerator) -> EvalBatches:
     """This rank's share of all images of an `EvalDataset`."""
-    loader = evaluation_loader(dataset, config.max_micro_batch_size, config.workers)
+    loader = create_eval_loader(dataset, config.max_micro_batch_size, config.workers)
     return EvalBatches(loader, dataset.normalize, accelerator)
 
 
 def describe_data(config: Any, origin: Origin, val: Source) -> str:
     """Which split of the data is evaluated, and how its classes correspond to the model's."""
-    return f"{splits.describe(config.data, val)}, {origin.matched(val.classes)}"
+    return f"{splits.describe_eval_data(config.data, val)}, {origin.describe_classes(val.classes)}"
 
 
 def _recorded(config: Any, origin: Origin) -> dict:
     """The settings that `--eval_only` has replaced by the evaluated weights, as their run had them."""
-    return {name: origin.config[name] for name in weight_fields(config) if name in origin.config}
+    return {
+        name: origin.config[name] for name in get_weight_fields(config) if name in origin.config
+    }
 
 
 def report_folder(config: Any, origin: Origin, val: Source) -> Path:
@@ -83,7 +85,7 @@ def report_folder(config: Any, origin: Origin, val: Source) -> Path:
     known = (
         origin.config | {"eval_only": config.eval_only, "split": config.split} if is_of_run else {}
     )
-    settings = identity(config) | _recorded(config, origin)
+    settings = get_identity(config) | _recorded(config, origin)
     # Present names only.
     settings = {key: value for key, value in settings.items() if hasattr(config, key)}
     differing = {
@@ -94,7 +96,9 @@ def report_folder(config: Any, origin: Origin, val: Source) -> Path:
         if re.search("held.out", val.part)
         else Path(val.part.removeprefix("split ")).stem
     )
-    leaf = "-".join([_word(weights.name), _word(part)] + [short_hash(differing)] * bool(differing))
+    leaf = "-".join(
+        [_word(weights.name), _word(part)] + [compute_short_hash(differing)] * bool(differing)
+    )
     run = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
     return (run if is_of_run else Path(config.output_dir)) / "evaluation" / leaf
 
@@ -108,8 +112,8 @@ def report(config: Any, origin: Origin, val: Source, results: dict, evaluation: 
     """
     folder = report_folder(config, origin, val)
     draft = folder.with_name(f".{folder.name}.new")
-    printed = by_name(results, val.classes)
-    settings = identity(config) | _recorded(config, origin)
+    printed = key_by_class(results, val.classes)
+    settings = get_identity(config) | _recorded(config, origin)
     evaluated = {
         "weights": os.path.abspath(origin.path) if os.path.exists(origin.path) else origin.path,
         "run": origin.run.get("name"),
@@ -132,7 +136,7 @@ def report(config: Any, origin: Origin, val: Source, results: dict, evaluation: 
                 pictures = SimpleNamespace(draw=partial(_draw, draft / "pictures"))
                 plots.draw_evaluation(evaluation, pictures, launch.print_on_main)
                 if hasattr(evaluation, "details"):
-                    content |= by_name(evaluation.details(), val.classes)
+                    content |= key_by_class(evaluation.details(), val.classes)
                 if hasattr(evaluation, "write_predictions"):
                     evaluation.write_predictions(draft)
                 write_json(draft / "results.json", content)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.profiler import profile, schedule
 
-from common.config.fields import steps_between
+from common.config.fields import parse_step_range
 from common.distributed import watchdog
 from common.distributed.collectives import rank, world_size
 from common.errors import Refused
@@ -22,7 +22,7 @@ class Profile:
     def __init__(
         self, steps: str, done: int, total_steps: int, run: Path, say: Callable[[str], None]
     ):
-        first, last = steps_between(steps) or (0, 0)
+        first, last = parse_step_range(steps) or (0, 0)
         self._first = max(first, done + 1)
         self._last = last
         self._folder = run / "profile"

@@ -102,9 +102,9 @@ class Records:
         folder = self._folder
         config = self._config
         assert folder, "only the main process opens them"
-        configuration.save(config, self._path / "config.yaml")
+        configuration.save_config(config, self._path / "config.yaml")
         folder.write("environment.json", facts)
-        recipe_source.keep(recipe_source.read(config), self._path)
+        recipe_source.save_source(recipe_source.read_source(config), self._path)
         if not (self._path / "split.csv").exists():
             write_csv(self._path / "split.csv", _list_images(splits))
         rows = folder.rewind(self.progress.step)
@@ -192,7 +192,7 @@ class Records:
         samples = progress.step * self._config.global_batch_size
         return {
             "step": progress.step,
-            "epoch": self._stream.epoch(progress.step),
+            "epoch": self._stream.count_epochs(progress.step),
             "samples": samples,
             "exported_weights": "ema" if progress.leading.startswith("eval/ema_") else "model",
             "best": progress.best,
@@ -207,7 +207,7 @@ class Records:
 
     def _row(self, report: StepReport) -> dict[str, float]:
         row = {
-            "epoch": self._stream.epoch(report.step),
+            "epoch": self._stream.count_epochs(report.step),
             "samples": report.step * self._config.global_batch_size,
             "train/loss": report.loss,
             "train/lr": report.rate,

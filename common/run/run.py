@@ -19,12 +19,12 @@ import torch
 
 from common.checkpoints.state import TrainingState
 from common.config import recipe_source
-from common.config.parsing import identity, read_weights, short_hash
+from common.config.parsing import compute_short_hash, get_identity, read_eval_origin
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
 from common.data.cache import EvalCache
-from common.data.data_spec import fingerprint, is_fingerprint
-from common.data.loader import DeviceBatch, evaluation_loader
+from common.data.data_spec import is_fingerprint, join_fingerprints
+from common.data.loader import DeviceBatch, create_eval_loader
 from common.distributed import determinism, devices, sharding, watchdog
 from common.distributed.collectives import (
     all_or_none,
@@ -98,7 +98,7 @@ class Run:
         self.device = self.accelerator.device
         self.step = 0
         self.best_step = 0
-        self.weights = read_weights(config) if config.eval_only else None
+        self.weights = read_eval_origin(config) if config.eval_only else None
         if self.weights is not None:
             eval_only.announce(config, self.weights)
             return
@@ -107,7 +107,10 @@ class Run:
                 f"--dtype float64 would be computed in {self.accelerator.mixed_precision}, as the "
                 "launch says: launch with --mixed_precision no, or leave out --dtype"
             )
-        name = config.name or f"{recipe_source.stem(config)}-{short_hash(identity(config))}"
+        name = (
+            config.name
+            or f"{recipe_source.get_recipe_name(config)}-{compute_short_hash(get_identity(config))}"
+        )
         if Path(name).name != name or name == "..":
             raise Refused(
                 f"--name {name}: must be a folder name without slashes; where it lies is "
@@ -179,7 +182,7 @@ class Run:
             # is made again.
             self._save_alone(ending.is_evaluating and self._shutdown.is_left())
         # Else torch would raise for one that dies, also between the lines of what follows.
-        data_workers.end()
+        data_workers.stop_workers()
         watchdog.stop()  # from here on only the main process has long work: pictures, the dashboard
         stopped = error is None and self.step < self.last
         leavers: list[int] = []
@@ -295,7 +298,7 @@ class Run:
         )
         self._val_set = val_set
         val_set.cache = EvalCache(local_world_size())
-        self._loader = evaluation_loader(
+        self._loader = create_eval_loader(
             val_set, self.plan.max_micro_batch_size, self.config.workers
         )
         model.train()
@@ -373,8 +376,8 @@ class Run:
             and not self.config.name
             and self.config.resume == "auto"
         ):
-            expected = identity(self.config) | {"data": fingerprint(train, val)}
-            name = find_run(self.path.parent, recipe_source.stem(self.config), expected)
+            expected = get_identity(self.config) | {"data": join_fingerprints(train, val)}
+            name = find_run(self.path.parent, recipe_source.get_recipe_name(self.config), expected)
         name = broadcast_object(name)
         if name:
             self._shutdown.leave_no_trace()
@@ -425,8 +428,8 @@ class Run:
     def _identify(self, train: Any, val: Any) -> dict[str, Any]:
         """What the run is: its configuration and its data."""
         recorded = read_json(self.path / "environment.json").get("fingerprint", "")
-        data = recorded if is_fingerprint(recorded, train, val) else fingerprint(train, val)
-        return identity(self.config) | {"data": data}
+        data = recorded if is_fingerprint(recorded, train, val) else join_fingerprints(train, val)
+        return get_identity(self.config) | {"data": data}
 
     def _resume(
         self,
@@ -446,7 +449,7 @@ class Run:
             total_steps=self.total_steps,
             class_names=train.classes,
             identity=run_identity,
-            recipe=recipe_source.read(self.config),
+            recipe=recipe_source.read_source(self.config),
             export=export,
         )
         self._ending.last = last or self.total_steps

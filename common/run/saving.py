@@ -14,8 +14,8 @@ from common.checkpoints.resume import choose_checkpoint, compare_identities
 from common.checkpoints.state import Tensors, TrainingState
 from common.checkpoints.store import AUDIT_FOLDER, Checkpoint, Checkpoints, verify
 from common.checkpoints.writer import Writer, join_gather
-from common.config.fields import RunConfig, fields_with
-from common.config.recipe_source import Source, difference, stem
+from common.config.fields import RunConfig, get_fields_with
+from common.config.recipe_source import Source, diff_sources, get_recipe_name
 from common.distributed.collectives import broadcast_object
 from common.errors import Refused
 from common.files import MEDIUM
@@ -66,7 +66,7 @@ class Saving:
         self._class_names = list(class_names)
         self._identity = identity
         self._recipe = recipe
-        recorded = fields_with(self.config, "is_recorded")
+        recorded = get_fields_with(self.config, "is_recorded")
         self._best = Best(self._path, state, export, self._say, recorded) if self._folder else None
         records = self._records
         checkpoint = choose_checkpoint(
@@ -103,7 +103,7 @@ class Saving:
         progress = self._records.progress
         step = progress.step
         total_steps = self._total_steps
-        has_changed = bool(difference(checkpoint.record["source"], self._recipe))
+        has_changed = bool(diff_sources(checkpoint.record["source"], self._recipe))
         is_own = checkpoint.path.parent.resolve() == (self._path / "checkpoints").resolve()
         # Ended when its checkpoint was there.
         if is_own and status["status"] == "finished" and status["step"] == step:
@@ -218,7 +218,7 @@ class Saving:
         progress = self._records.progress
         return {
             "name": self._path.name,
-            "recipe": stem(self.config),
+            "recipe": get_recipe_name(self.config),
             "step": progress.step,
             "classes": self._class_names,
             "total_steps": self._total_steps,

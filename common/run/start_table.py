@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from common.config.parsing import identity
+from common.config.parsing import get_identity
 from common.data import duplicates
 from common.data.batch_plan import BatchPlan
-from common.data.data_spec import data_rows
+from common.data.data_spec import describe_data
 from common.distributed import sharding, watchdog
 from common.distributed.collectives import is_main
 from common.training import batch_norm, timm_models
@@ -37,7 +37,7 @@ def build_start_table(
     process looks for duplicates, so its table has more rows than the others', which print none.
     """
     train = train_set.source
-    rows = data_rows(config.data, train, val)
+    rows = describe_data(config.data, train, val)
     rows |= timm_models.describe_model(config.model, model)
     rows |= train_set.describe()
     rows |= describe_step_modules(model)
@@ -53,7 +53,7 @@ def build_start_table(
     rows |= trial
     if config.dry_run and is_main():
         watchdog.note("looking for duplicates")
-        rows |= duplicates.rows(train, val)
+        rows |= duplicates.describe_duplicates(train, val)
     return {name: value for name, value in rows.items() if value}
 
 
@@ -78,7 +78,7 @@ def get_sizes(
 
 def _describe_settings(config: Any) -> str:
     """What defines the training, is not at the recipe's default, and has no row of its own."""
-    values = identity(config) | {"patience": config.patience}
+    values = get_identity(config) | {"patience": config.patience}
     for name in "data model batch_norm global_batch_size lr opt schedule".split():
         values.pop(name, None)
     recipe = type(config)
@@ -92,8 +92,8 @@ def _describe_length(config: Any, train_set: TrainDataset, total_steps: int) -> 
     dry_run = ""
     if config.dry_run:
         dry_run = f"; the dry run makes {total_steps} of them"
-        total_steps = config.max_steps or stream.steps(config.epochs)
-    text = f"{total_steps:,} steps, {stream.epoch(total_steps):.1f} epochs"
+        total_steps = config.max_steps or stream.count_steps(config.epochs)
+    text = f"{total_steps:,} steps, {stream.count_epochs(total_steps):.1f} epochs"
     if stream.extends_epochs:
         text += (
             f", counted as {total_steps / stream.min_epoch_steps:.1f} of {stream.min_epoch_steps} "

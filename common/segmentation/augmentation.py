@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from common.data.decoding import Picture, pixels_of
+from common.data.decoding import Picture, pil_to_tensor
 from common.errors import Refused
 from common.randomness import key_of, seed_generators
 from common.segmentation.masks import IGNORED
@@ -58,7 +58,7 @@ class CropAugmentation:
         if self.photometric:
             distort = v2.RandomPhotometricDistort(p=self.photometric)
             # Pillow stays in 8 bits, in 0.6 of the time.
-            image = pixels_of(distort(Image.fromarray(image.permute(1, 2, 0).numpy())))
+            image = pil_to_tensor(distort(Image.fromarray(image.permute(1, 2, 0).numpy())))
         if np.random.random() < self.hflip:
             image = image.flip(2)
             labels = labels[:, ::-1]
@@ -91,7 +91,7 @@ def _resize_part(
     top, left = np.minimum(np.rint(corner * kept).astype(int), picture_size - 1)
     height, width = np.rint(span * kept).astype(int).clip(1, picture_size - [top, left])
     size = (int(out_size[0]), int(out_size[1]))
-    return picture.region(int(top), int(left), int(height), int(width), size, "bilinear")
+    return picture.crop_and_resize(int(top), int(left), int(height), int(width), size, "bilinear")
 
 
 def _sample_nearest(

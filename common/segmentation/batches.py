@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from common.classification.batches import SelectClasses
 from common.data.cache import Cache, EvalCache, open_cache
-from common.data.decoding import resized
+from common.data.decoding import resize
 from common.data.images import BrokenImage
 from common.data.loader import DeviceBatch
 from common.data.stream import Stream
@@ -98,7 +98,7 @@ class TrainDataset(Dataset):
         """
         return cls(
             source,
-            stream=Stream.of(config, len(source), blocks=source.blocks),
+            stream=Stream.from_config(config, len(source), blocks=source.blocks),
             augmentation=transforms.augment,
             seed=config.seed,
             drop_path_layers=drop_path.count_drop_layers(model),
@@ -117,7 +117,7 @@ class TrainDataset(Dataset):
         labels = torch.full((len(positions), side, side), IGNORED, dtype=torch.int16)
         sizes = torch.ones(len(positions), 2, dtype=torch.int64)
         broken = []
-        indices = self.stream.indices(positions).tolist()
+        indices = self.stream.get_indices(positions).tolist()
         for i, (index, position) in enumerate(zip(indices, positions.tolist(), strict=True)):
             try:
                 pair = self.source.load_pair(index, position, self.cache)
@@ -143,7 +143,7 @@ class TrainDataset(Dataset):
     def describe_images(self, batch: SegmentationBatch) -> list[tuple[str, str, list]]:
         """The classes of each image by their share, its name, and no boxes."""
         descriptions: list[tuple[str, str, list]] = []
-        indices = self.stream.indices(batch.positions.cpu().numpy()).tolist()
+        indices = self.stream.get_indices(batch.positions.cpu().numpy()).tolist()
         for index, labels in zip(indices, batch.labels.cpu(), strict=True):
             ids = labels[labels != IGNORED].long()
             counts = ids.bincount(minlength=len(self.source.classes))
@@ -202,7 +202,7 @@ class EvalDataset(Dataset):
         model_classes = self.source.model_classes
         if model_classes is None:
             return model
-        return SelectClasses(model, list(model_classes.ids) + model_classes.other_ids)
+        return SelectClasses(model, list(model_classes.ids) + model_classes.extra_ids)
 
     def batches(self, limit: int) -> list[np.ndarray]:
         """The indices of all images, one in each batch, whatever the `limit`."""
@@ -245,10 +245,10 @@ class EvalDataset(Dataset):
 
     def _decode(self, index: int) -> torch.Tensor:
         """uint8[3, H, W]. Raises `BrokenImage`."""
-        image = self.source.load_picture(index).whole()
+        image = self.source.load_picture(index).decode()
         if not self.short_side:
             return image
         height, width = image.shape[1:]
         scale = self.short_side / min(height, width)
         size = (max(1, round(height * scale)), max(1, round(width * scale)))
-        return resized(image, size, "bilinear")
+        return resize(image, size, "bilinear")

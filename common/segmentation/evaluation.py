@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.data.source import spread
+from common.data.source import sample_evenly
 from common.distributed.collectives import all_sum, gather_to_main, reduce_counts
 from common.durable import write_csv
 from common.errors import Refused
@@ -44,14 +44,14 @@ class Evaluation:
         names = list(data.classes)
         if data.model_classes is not None:
             names += [
-                data.model_classes.names[class_id] for class_id in data.model_classes.other_ids
+                data.model_classes.names[class_id] for class_id in data.model_classes.extra_ids
             ]
         self.class_names = names
         shape = (len(data.classes), len(names) + 1)
         self.confusion = torch.zeros(shape, dtype=torch.int64, device=device)
         self.scores = torch.zeros(len(data), 3, dtype=torch.float64, device=device)
         self._num_images = torch.zeros(1, dtype=torch.int64)
-        self._shown_indices = set(spread(len(data), plots.NUM_COLUMNS).tolist())
+        self._shown_indices = set(sample_evenly(len(data), plots.NUM_COLUMNS).tolist())
         # Predictions int16[H, W] by image index; after `results`, of all ranks on the main process.
         self.shown: dict[int, np.ndarray] = {}
 
@@ -146,6 +146,22 @@ class Evaluation:
             "predictions", plots.draw_predictions, self._data, self.shown, self.class_names
         )
         pictures.draw("confusion", plots.draw_confusion, self.confusion.numpy(), self.class_names)
+
+
+def predict_pixels(batch: SegmentationBatch, logits: Tensor) -> list[Tensor]:
+    """The predicted class id of each pixel of each image at its own size, int64[H, W], of logits
+    [B, C, h, w] of a batch without labels.
+    """
+    predictions = []
+    canvas_height, canvas_width = batch.images.shape[2:]
+    canvas_size = (canvas_height, canvas_width)
+    for labels, size, image_logits in zip(batch.labels, batch.sizes.tolist(), logits, strict=True):
+        width, height = size
+        # An image that could not be read has the size 0.
+        shown_size = (height, width) if width else canvas_size
+        predicted, _ = compare_pixels(image_logits, labels.long(), canvas_size, shown_size)
+        predictions.append(predicted)
+    return predictions
 
 
 def compare_pixels(

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import nn
 
-from common.config.origin import by_name
+from common.config.origin import key_by_class
 
 
 def export_segmenter(
@@ -37,5 +37,5 @@ def export_segmenter(
     preprocessing = getattr(model, "pretrained_cfg", {})
     config |= {key: preprocessing[key] for key in ("mean", "std") if key in preprocessing}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    text = json.dumps(by_name(results, classes), indent=2)
+    text = json.dumps(key_by_class(results, classes), indent=2)
     (folder / "results.json").write_text(f"{text}\n")

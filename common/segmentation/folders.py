@@ -11,7 +11,7 @@ import numpy as np
 from common.data.images import has_image_suffix
 from common.data.notes import Notes
 from common.data.source import encode_paths
-from common.data.splits import kind_of
+from common.data.splits import get_split_kind
 from common.errors import Refused, describe_error
 from common.files import MEDIUM, get_file_sizes, read_text, walk
 from common.segmentation.source import MaskFiles
@@ -112,7 +112,7 @@ def _find_voc(root: Path) -> MaskFolder | None:
         return None
     splits = {}
     for file in sorted((root / "ImageSets/Segmentation").glob("*.txt")):
-        if kind_of(file.stem):
+        if get_split_kind(file.stem):
             stems = tuple(read_text(file, MEDIUM).split())
             splits[file.stem] = Split(images, masks, stems=stems, list_file=file)
     if not splits:
@@ -129,12 +129,12 @@ def _find_pairs(root: Path) -> MaskFolder | None:
     if images and masks:
         names = sorted(folder.name for folder in images.iterdir() if folder.is_dir())
         for name in names:
-            if kind_of(name) and (masks / name).is_dir():
+            if get_split_kind(name) and (masks / name).is_dir():
                 splits[name] = Split(images / name, masks / name)
         if not splits:
             splits = {"train": Split(images, masks)}
     else:
-        for folder in sorted(path for path in root.glob("*/") if kind_of(path.name)):
+        for folder in sorted(path for path in root.glob("*/") if get_split_kind(path.name)):
             images = _find_subfolder(folder, _IMAGE_FOLDERS)
             masks = _find_subfolder(folder, _MASK_FOLDERS)
             if images and masks:
@@ -229,7 +229,7 @@ def read_split(folder: MaskFolder, name: str, ignore_zero: bool) -> MaskFiles:
         id_map=folder.id_map,
         labels=np.zeros(len(stems), np.int64),
         classes=folder.classes,
-        notes=notes.texts(len(mask_by_stem)),
+        notes=notes.format_lines(len(mask_by_stem)),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from common.data.images import BrokenImage, Content, opened
+from common.data.images import BrokenImage, Content, open_image
 
 IGNORED = 255  # id of the pixels without a label
 _ID_MODES = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L", "I;16N")
@@ -17,7 +17,7 @@ def read_mask(file: Content, num_classes: int, ignore_zero: bool) -> np.ndarray:
     0 means no label and 1 is the first class, as in ADE20K. Raises `BrokenImage` for another kind of
     image, and for an id that is no class.
     """
-    with opened(file) as image:
+    with open_image(file) as image:
         if image.mode in _ID_MODES:
             ids = np.asarray(image).astype(np.int32)
         else:

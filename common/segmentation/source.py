@@ -11,7 +11,7 @@ from PIL import Image
 from common.data.cache import Cache
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
-from common.data.source import Files, ImageList, ModelClasses, fingerprint_of, name_of, path_of
+from common.data.source import Files, ImageList, ModelClasses, format_path, hash_source, join_path
 from common.data.stream import Blocks
 from common.detection.data.annotated import Annotated
 from common.segmentation.masks import paint_masks, read_mask
@@ -50,7 +50,7 @@ class Masked(ImageList, Protocol):
 
     def image(self, index: int) -> Image.Image:
         """The image, RGB and upright. Raises `BrokenImage`."""
-        return Image.fromarray(self.load_picture(index).whole().permute(1, 2, 0).numpy())
+        return Image.fromarray(self.load_picture(index).decode().permute(1, 2, 0).numpy())
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,16 +72,16 @@ class MaskFiles(Files, Masked):
     @cached_property
     def fingerprint(self) -> str:
         contents = np.stack([self.sizes, self.mask_sizes])
-        return fingerprint_of(self.classes, self.labels, contents, self.paths)
+        return hash_source(self.classes, self.labels, contents, self.paths)
 
     def load_pair(self, index: int, position: int, cache: Cache | None = None) -> Pair:
         mask = self.load_mask(index)
         read_picture = partial(self._open_picture, index, mask.shape)
-        picture = cache.picture(index, read_picture) if cache else read_picture()
+        picture = cache.get(index, read_picture) if cache else read_picture()
         return Pair(picture, mask)
 
     def load_mask(self, index: int) -> np.ndarray:
-        path = path_of(self.mask_root, self.mask_paths, index)
+        path = join_path(self.mask_root, self.mask_paths, index)
         num_ids = len(self.id_map) if self.id_map else len(self.classes)
         try:
             mask = read_mask(path, num_ids, self.ignore_zero)
@@ -94,7 +94,7 @@ class MaskFiles(Files, Masked):
 
     def mask_name(self, index: int) -> str:
         """The mask's file, for people."""
-        return name_of(self.mask_root, self.mask_paths, index)
+        return format_path(self.mask_root, self.mask_paths, index)
 
     def _open_picture(self, index: int, mask_size: tuple[int, ...]) -> Picture:
         picture = Picture(self.content(index))
@@ -145,8 +145,8 @@ class PaintedObjects(Masked):
     def content(self, index: int) -> Any:
         return self.objects.content(index)
 
-    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
-        return self.objects.listing()
+    def list_files(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
+        return self.objects.list_files()
 
     def load_pair(self, index: int, position: int, cache: Cache | None = None) -> Pair:
         sample = self.objects.sample(index, position, cache)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from common.config.origin import Origin
-from common.config.parsing import nearest_path
+from common.config.parsing import suggest_path
 from common.data import data_spec
-from common.data.data_spec import DataSpec, Parts
+from common.data.data_spec import DataSpec, DataSplits
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
-from common.data.source import refuse_broken, spread
+from common.data.source import refuse_broken, sample_evenly
 from common.detection.data import sources as detection_sources
 from common.detection.data.coco_files import coco_files
 from common.distributed.environment import count_cores
@@ -48,10 +48,10 @@ def load_data(config: Any, weights: Origin | None = None) -> tuple[Masked, Maske
                 "--ignore_zero: is for files of masks, where 0 can mean no label; the data have "
                 "outlines of objects, leave it out"
             )
-        spec = detection_sources.Spec.of(config, weights, masks=True)
+        spec = detection_sources.Spec.from_config(config, weights, masks=True)
         train, val = map(PaintedObjects.from_objects, detection_sources.load(spec))
     else:
-        train, val = load(Spec.of(config, weights))
+        train, val = load(Spec.from_config(config, weights))
     if weights is None:
         return train, val
     return data_spec.match_classes(weights, config.data, val)
@@ -64,7 +64,7 @@ def load(spec: Spec) -> tuple[MaskFiles, MaskFiles]:
     If the data have no split to evaluate on, `val_share` of the images is held out, chosen by
     `seed` and the image's path alone. Raises `Refused`, also for masks that do not fit their images.
     """
-    with data_spec.reading(spec.data):
+    with data_spec.guard_reading(spec.data):
         spec.refuse_columns()
         root = Path(os.path.abspath(Path(spec.data).expanduser()))
         folder = find_folder(root) if root.is_dir() else None
@@ -74,26 +74,26 @@ def load(spec: Spec) -> tuple[MaskFiles, MaskFiles]:
                 f"--data {spec.data}: {reason}; expected digits, a folder with images/ and masks/ "
                 "(or annotations/), JPEGImages/ and SegmentationClass/ (Pascal VOC), leftImg8bit/ "
                 "and gtFine/ (Cityscapes), or train.json with outlines (COCO)"
-                f"{nearest_path(root)}"
+                f"{suggest_path(root)}"
             )
 
         def read_splits(names: Sequence[str]) -> list[MaskFiles]:
             return [read_split(folder, name, spec.ignore_zero) for name in names]
 
-        splits: Parts[MaskFiles] = Parts(folder.labels, read_splits)
-        pieces = spec.pieces(splits.labels)
-        undivided = data_spec.read(splits, pieces)
+        splits: DataSplits[MaskFiles] = DataSplits(folder.labels, read_splits)
+        pieces = spec.choose_subsets(splits.labels)
+        undivided = data_spec.read_splits(splits, pieces)
         for source in undivided.values():
             refuse_broken(spec.data, source, spec.max_broken_share)
             _check_masks(source)
         sources = spec.divide(splits.labels, pieces, undivided)
-    return data_spec.same_everywhere(sources)
+    return data_spec.check_train_and_val(sources)
 
 
 def _check_masks(source: MaskFiles) -> None:
     """Raise `Refused` if one of a few masks can't be used, or if none of them has a label."""
     has_labels = False
-    indices = spread(len(source)).tolist()
+    indices = sample_evenly(len(source)).tolist()
     for index in indices:
         mask = load_checked_mask(source, index)
         has_labels |= bool((mask != IGNORED).any())

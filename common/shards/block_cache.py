@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from common.data.cache import SharedFile, shared_file, unnamed_file
+from common.data.cache import SharedFile, open_shared_file, open_unnamed_file
 from common.errors import Refused
 
 IN_FLIGHT = 8  # requests of a process at a time
@@ -156,8 +156,8 @@ def open_blocks(slots: int, room: int) -> BlockCache:
     """One cache per machine. A collective."""
 
     def make() -> BinaryIO:
-        file = unnamed_file()
+        file = open_unnamed_file()
         file.truncate(_SLOT.itemsize * slots + room * slots)
         return file
 
-    return BlockCache(slots, room, shared_file("the cache of blocks", make))
+    return BlockCache(slots, room, open_shared_file("the cache of blocks", make))

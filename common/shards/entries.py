@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from common.config.secrets import printable_name
+from common.config.secrets import redact_name
 from common.data import tables
 from common.data.notes import Notes
 from common.distributed import watchdog
@@ -67,7 +67,7 @@ class ShardList:
     group: str = ""
 
     def __str__(self) -> str:
-        return f"{printable_name(self.names[0])} and {len(self.names) - 1:,} more shards"
+        return f"{redact_name(self.names[0])} and {len(self.names) - 1:,} more shards"
 
     @property
     def key(self) -> str:
@@ -139,10 +139,10 @@ def _read_shard(shards: ShardList, number: int) -> str:
         entries, cells = read(name, shards.stamps[number], shards)
     except (pa.ArrowException, OSError):
         raise Refused(
-            f"{printable_name(name)}: damaged, or of a kind that pyarrow can't read"
+            f"{redact_name(name)}: damaged, or of a kind that pyarrow can't read"
         ) from None
     except (ValueError, KeyError) as error:  # KeyError: two columns have the same name
-        raise Refused(f"{printable_name(name)}: {' '.join(str(error).split())}") from None
+        raise Refused(f"{redact_name(name)}: {' '.join(str(error).split())}") from None
     entries["shard"] = number
     buffers = [None, pa.py_buffer(entries.tobytes())]
     column = pa.Array.from_buffers(pa.binary(ENTRY.itemsize), len(entries), buffers)
@@ -164,7 +164,9 @@ def _read_parquet(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarra
     if shards.columns:
         columns = list(shards.columns.find(footer.split, footer.image))
     else:
-        columns = list(tables.find_labels(footer.split, shards.label, footer.image, shards.group))
+        columns = list(
+            tables.find_label_columns(footer.split, shards.label, footer.image, shards.group)
+        )
     if shards.group:
         columns.append(shards.group)
     entries = _list_rows(name, footer)
@@ -202,7 +204,7 @@ def _list_rows(name: str, footer: parquet.Footer) -> np.ndarray:
         sizes.append(np.repeat(mean_size, num_rows))
     entries = np.zeros(sum(map(len, starts)), ENTRY)
     entries["start"] = np.concatenate(starts)
-    entries["key"] = mix(np.arange(len(entries)), key_of(printable_name(name).rpartition("/")[2]))
+    entries["key"] = mix(np.arange(len(entries)), key_of(redact_name(name).rpartition("/")[2]))
     entries["size"] = np.concatenate(sizes)
     return entries
 

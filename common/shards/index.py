@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.config.secrets import printable_name
+from common.config.secrets import redact_name
 from common.data import tables
-from common.data.csv_files import as_numbers
+from common.data.csv_files import parse_integers
 from common.data.notes import Notes
-from common.data.source import fingerprint_of
+from common.data.source import hash_source
 from common.distributed.collectives import all_or_none, gather_objects, is_local_main, node_rank
 from common.durable import remove, replace_folder, sync_folder
 from common.errors import Refused
@@ -101,7 +101,7 @@ def _make_index(folder: Path | None, shards: ShardList) -> Index:
 
 def compute_fingerprint(classes: tuple[str, ...], labels: np.ndarray, entries: np.ndarray) -> str:
     """32 hex digits of names, sizes and labels, not of where the shards are."""
-    return fingerprint_of(classes, labels, np.stack([entries["key"], entries["size"]]))
+    return hash_source(classes, labels, np.stack([entries["key"], entries["size"]]))
 
 
 # ---- files
@@ -193,7 +193,7 @@ def _read_labels(
         cells = _convert_numbers(cells)
     rows = datasets.Dataset(datasets.table.InMemoryTable(cells))
     split = tables.Split(
-        printable_name(shards.names[0]), f"and {len(shards.names) - 1:,} more shards", rows
+        redact_name(shards.names[0]), f"and {len(shards.names) - 1:,} more shards", rows
     )
     groups = tables.read_groups(split, shards.group)
     columns = tuple(name for name in cells.column_names if name != shards.group)
@@ -205,10 +205,10 @@ def _convert_numbers(cells: pa.Table) -> pa.Table:
     """The labels of tars, which are texts: as numbers, if all of them are."""
     column = cells.column(0).combine_chunks()
     if tables.is_list(column.type):
-        values = as_numbers(column.flatten().cast(pa.string()))
+        values = parse_integers(column.flatten().cast(pa.string()))
         labels = pa.ListArray.from_arrays(column.offsets, values)
     else:
-        labels = as_numbers(column.cast(pa.string()))
+        labels = parse_integers(column.cast(pa.string()))
     return cells.set_column(0, cells.column_names[0], labels)
 
 
@@ -232,7 +232,7 @@ def _describe_left_out(
         left_out = json.loads((table.schema.metadata or {}).get(LEFT_OUT, "{}"))
         for reason, (count, first) in left_out.items():
             notes.leave_out(reason, first, count)
-    return notes.texts(
+    return notes.format_lines(
         num_samples + notes.num_left_out, "name the kind of file with --image_column, such as jpg"
     )
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.config.secrets import check_secrets, printable_name
+from common.config.secrets import check_secrets, redact_name
 from common.data.data_spec import list_tars
 from common.data.huggingface import HUB_NAME
-from common.data.tables import listed
+from common.data.tables import format_names
 from common.errors import Refused, describe_error, hide
 from common.files import match_files
 
@@ -53,12 +53,12 @@ def remove_signature(name: str) -> str:
     may select the content.
     """
     if not is_http(name):
-        return printable_name(name)
+        return redact_name(name)
     parameters = name.partition("?")[2].split("&")
     is_azure = any(parameter.startswith("sig=") for parameter in parameters)
     signatures = _SIGNED_AZURE if is_azure else _SIGNED
     query = "&".join(parameter for parameter in parameters if not signatures.match(parameter))
-    return f"{printable_name(name)}?{query}"
+    return f"{redact_name(name)}?{query}"
 
 
 def get_file_system(name: str) -> tuple[Any, str]:
@@ -70,7 +70,7 @@ def get_file_system(name: str) -> tuple[Any, str]:
     try:
         return url_to_fs(name)
     except (ImportError, ValueError) as error:  # its text names the package or the protocol
-        raise Refused(f"{printable_name(name)}: {error}") from None
+        raise Refused(f"{redact_name(name)}: {error}") from None
 
 
 # ---- shards of a folder or a pattern
@@ -100,7 +100,7 @@ def expand(pattern: str) -> list[str]:
             itertools.chain.from_iterable(_expand_braces(part) for part in parts if part)
         )
     names = sorted(set(itertools.chain.from_iterable(map(_list_files, patterns))))
-    shown = printable_name(pattern)
+    shown = redact_name(pattern)
     if not names:
         raise Refused(
             f"{shown}: names no shard; give a file, a folder, or a pattern such as "
@@ -108,9 +108,7 @@ def expand(pattern: str) -> list[str]:
         )
     for name in names:
         if not remove_query(name).endswith(_SUFFIXES):
-            raise Refused(
-                f"--data {shown}: {printable_name(name)} is neither a .tar nor a .parquet"
-            )
+            raise Refused(f"--data {shown}: {redact_name(name)} is neither a .tar nor a .parquet")
     if len(set(map(is_parquet, names))) > 1:
         raise Refused(
             f"{shown}: names both *.tar and *.parquet; name one kind, such as {shown}/*.tar"
@@ -135,7 +133,7 @@ def _list_choices(text: str, pattern: str) -> list[str]:
     first, last = int(ends[1]), int(ends[2])
     if not 0 <= last - first < _MAX_RANGE:
         raise Refused(
-            f"{printable_name(pattern)}: {{{text}}} has to count up, by at most {_MAX_RANGE:,}"
+            f"{redact_name(pattern)}: {{{text}}} has to count up, by at most {_MAX_RANGE:,}"
         )
     width = len(ends[1]) if text.startswith("0") else 0
     return [f"{number:0{width}}" for number in range(first, last + 1)]
@@ -151,7 +149,7 @@ def _fill_variables(name: str) -> str:
         if key not in os.environ:
             advice = "export it, or write %24 for a plain $"
             raise Refused(
-                f"--data {printable_name(name)}: the environment has no variable {key}; {advice}"
+                f"--data {redact_name(name)}: the environment has no variable {key}; {advice}"
             )
         hide(os.environ[key], f"${key}")
         return os.environ[key]
@@ -164,7 +162,7 @@ def _list_files(name: str) -> list[str]:
     if is_http(name):
         if "*" in name or name.endswith("/"):
             advice = "name them, such as train-{000..127}.tar"
-            raise Refused(f"{printable_name(name)}: a web server does not list its files; {advice}")
+            raise Refused(f"{redact_name(name)}: a web server does not list its files; {advice}")
         return [_fill_variables(name)]
     name = _fill_variables(name) if is_remote(name) else os.path.expanduser(name)
     file_system, path = get_file_system(name)
@@ -179,7 +177,7 @@ def _list_files(name: str) -> list[str]:
             files = [path]
     except Exception as error:
         # Each file system raises errors of its own, whose texts may hold secrets.
-        raise Refused(f"{printable_name(name)}: can't be listed: {type(error).__name__}") from None
+        raise Refused(f"{redact_name(name)}: can't be listed: {type(error).__name__}") from None
     if is_remote(name):
         return [file_system.unstrip_protocol(file) for file in files]
     return list(files)
@@ -212,7 +210,7 @@ def list_hub_shards(data: str) -> dict[str, list[str]]:
         names_by_split[str(split)] = names
         suffixes.update(Path(file).suffix or file for file in names)
     if len(suffixes) != 1 or not suffixes <= set(_SUFFIXES):
-        kinds = listed(sorted(suffixes)) or "no files"
+        kinds = format_names(sorted(suffixes)) or "no files"
         raise Refused(
             f"--streaming: --data {data} has {kinds}, not Parquet or tars; leave it out to "
             "download them"

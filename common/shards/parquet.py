@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.config.secrets import printable_name
+from common.config.secrets import redact_name
 from common.data import tables
 from common.errors import Refused
 from common.shards import ranges
@@ -73,7 +73,7 @@ def _read_cells(name: str, stamp: Stamp, image: str, row_group: int) -> pa.Dicti
         cells = table.column(0).combine_chunks()
     except (pa.ArrowException, ValueError, OSError):
         raise Refused(
-            f"{printable_name(name)}: row group {row_group}: damaged, or in an unknown encoding"
+            f"{redact_name(name)}: row group {row_group}: damaged, or in an unknown encoding"
         ) from None
     if pa.types.is_struct(cells.type):
         cells = cells.field("bytes")
@@ -107,8 +107,8 @@ def read_footer(name: str, stamp: Stamp, image: str) -> Footer:
     if repeated:
         raise ValueError(f"two columns are named {repeated[0]}; rename one")
     no_rows = datasets.table.InMemoryTable(schema.empty_table())
-    split = tables.Split(printable_name(name), "", datasets.Dataset(no_rows))
-    column = tables.find_image(split, image)
+    split = tables.Split(redact_name(name), "", datasets.Dataset(no_rows))
+    column = tables.find_image_column(split, image)
     if not tables.is_bytes(split.kinds[column]):
         raise Refused(f"--image_column {column}: names files; shards have the images themselves")
     leaf = f"{column}.bytes" if pa.types.is_struct(split.kinds[column]) else column

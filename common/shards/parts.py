@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from common.config.secrets import printable_name
-from common.data.data_spec import Parts, names_of
-from common.data.splits import by_part
+from common.config.secrets import redact_name
+from common.data.data_spec import DataSplits, get_split_names
+from common.data.splits import group_by_split
 from common.data.stream import Blocks
 from common.distributed.collectives import all_or_none, broadcast_object, is_main
 from common.errors import Refused
@@ -25,7 +25,7 @@ from common.shards.source import Shards, share_blocks
 _NUM_THREADS = 16  # that look at shards
 
 
-def open_parts(spec: Any) -> Parts[Shards]:
+def open_parts(spec: Any) -> DataSplits[Shards]:
     """The parts of the labelled shards that `spec.data` names. A collective. Raises `Refused`."""
     labels, sources = open_sources(spec, spec.label_column)
     first = next(iter(sources.values()))
@@ -34,12 +34,12 @@ def open_parts(spec: Any) -> Parts[Shards]:
     }
     min_classes = 1 if first.multi_label else spec.min_classes
     if len(first.classes) < min_classes:
-        shown = printable_name(spec.data)
+        shown = redact_name(spec.data)
         raise Refused(
             f"--data {shown}: only the class {first.classes[0]} in its labels; needs "
             f"{min_classes} or more"
         )
-    return Parts(labels, lambda names: [matched[name] for name in names])
+    return DataSplits(labels, lambda names: [matched[name] for name in names])
 
 
 def open_sources(
@@ -51,14 +51,14 @@ def open_sources(
     """
     with all_or_none("looking for shards"):
         names_by_part = (
-            list_hub_shards(spec.data) if spec.streaming else by_part(list_shards(spec.data))
+            list_hub_shards(spec.data) if spec.streaming else group_by_split(list_shards(spec.data))
         )
     labels = {}
     for part in names_by_part:
         labels[part] = f"the {part} shards" if len(names_by_part) > 1 else "all shards"
     group = "" if columns else spec.group_column  # boxes keep the column themselves
     sources = {}
-    for part in names_of(spec.pieces(labels)):
+    for part in get_split_names(spec.choose_subsets(labels)):
         sources[part] = _open(names_by_part[part], spec.image_column, label, columns, group)
     return labels, sources
 

@@ -14,7 +14,7 @@ import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from common.config.secrets import printable_name
+from common.config.secrets import redact_name
 from common.errors import Refused
 from common.files import open_regular
 from common.shards.names import get_file_system, is_http, is_remote
@@ -42,7 +42,7 @@ _jitter = random.SystemRandom()  # takes no numbers from the generators that tra
 
 def _describe_unreadable(name: str, start: int, cause: str) -> Refused:
     """A range that can't be read: one line that names shard, offset and cause, and holds no secret."""
-    return Refused(f"{printable_name(name)}: byte {start:,}: {cause}")
+    return Refused(f"{redact_name(name)}: byte {start:,}: {cause}")
 
 
 def _describe_change(name: str, start: int, tag: str, indexed_tag: str) -> Refused:

@@ -9,7 +9,7 @@ from typing import Self
 
 import numpy as np
 
-from common.config.secrets import printable_name
+from common.config.secrets import redact_name
 from common.data.source import Columns
 from common.data.stream import Blocks
 from common.errors import Refused, make_printable
@@ -65,7 +65,7 @@ class Shards(Columns):
 
     def name(self, index: int, is_read: bool = True) -> str:
         start, _, _, head, number = self.entries[index].item()
-        shard = printable_name(self.index.shards.names[number])
+        shard = redact_name(self.index.shards.names[number])
         if not head:
             row_group, row = parquet.split_start(start)
             return f"{shard}: row {row} of row group {row_group}"
@@ -88,12 +88,12 @@ class Shards(Columns):
 
     def expect(self, indices: np.ndarray) -> None:
         if self.cache and self.blocks:
-            blocks = np.unique(self.blocks.of(indices))
+            blocks = np.unique(self.blocks.find(indices))
             shards = self.index.entries["shard"][self.index.edges[blocks]]
             shard_by_block = dict(zip(blocks.tolist(), shards.tolist(), strict=True))
             self.cache.expect(shard_by_block, self._fetch)
 
-    def random_numbers(self, key: int) -> np.ndarray:
+    def hash_images(self, key: int) -> np.ndarray:
         return mix(self.entries["key"], key)
 
     def _read_sample(self, index: int) -> bytes:
@@ -101,7 +101,7 @@ class Shards(Columns):
         if not self.cache or not self.blocks:
             return bytes(next(self._read(self.entries[index : index + 1])))
         number = index if self.numbers is None else int(self.numbers[index])
-        block = int(self.blocks.of(np.array([index]))[0])
+        block = int(self.blocks.find(np.array([index]))[0])
         return self.cache.sample(block, number - int(self.index.edges[block]), self._fetch)
 
     def _fetch(self, blocks: list[int]) -> list[list]:

@@ -118,7 +118,7 @@ class Freezing:
             stages: list[Stage] = []
             for unit in reversed(units[start:end]):
                 stages += unit
-            self._thaws.append((stream.steps(float(epoch)), stages))
+            self._thaws.append((stream.count_steps(float(epoch)), stages))
 
     def start_step(self, step: int) -> None:
         """Freeze and unfreeze what `step` needs, before its first forward pass."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from common.config.fields import OptimizationConfig
-from common.config.parsing import nearest
+from common.config.parsing import suggest_names
 from common.data.stream import Stream
 from common.distributed.collectives import all_sum
 from common.distributed.sharding import (
@@ -67,7 +67,7 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim
     name = config.opt.lower()
     supported = timm.optim.list_optimizers(exclude_filters=_UNSUPPORTED)
     if name not in supported:
-        advice = nearest(name, supported)
+        advice = suggest_names(name, supported)
         raise Refused(f"--opt {config.opt}: not an optimizer of timm that fits here{advice}")
     fused_names = _FUSED
     if has_shards(model):
@@ -280,7 +280,7 @@ class Schedule:
     def __call__(self, step: int) -> float:
         """The learning rate of step `step`, counted from 0."""
         peak = self.peak
-        warmup = min(self.stream.steps(self.config.warmup_epochs), self.total_steps)
+        warmup = min(self.stream.count_steps(self.config.warmup_epochs), self.total_steps)
         if step < warmup:
             return peak * (step + 1) / warmup
         progress = (step - warmup) / max(1, self.total_steps - warmup)
@@ -301,7 +301,7 @@ class Schedule:
         return sum(step >= self._count_steps(epochs) for epochs in all_epochs)
 
     def _count_steps(self, epochs: float) -> int:
-        return max(1, self.stream.steps(epochs))
+        return max(1, self.stream.count_steps(epochs))
 
 
 def build_schedule(config: Any, stream: Stream) -> Schedule:
@@ -314,7 +314,7 @@ def count_steps(config: Any, stream: Stream) -> int:
 
     Two steps for `--dry_run`.
     """
-    steps = config.max_steps or stream.steps(config.epochs)
+    steps = config.max_steps or stream.count_steps(config.epochs)
     if steps < 1:
         raise Refused(
             f"--epochs {config.epochs}: no step to make; train longer, or take --eval_only"

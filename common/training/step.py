@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from common.data.batch_plan import BatchPlan
-from common.data.loader import DeviceBatch, Prefetcher, training_loader
+from common.data.loader import DeviceBatch, Prefetcher, create_train_loader
 from common.data.stream import Stream
 from common.distributed import devices
 from common.distributed.collectives import rank
@@ -173,7 +173,7 @@ class TrainingStep:
         Raises `Refused` if they then differ: they would be drawn from the state of a global
         generator, which depends on the layout, as only dropout may.
         """
-        start, end = plan.span(rank(), 0)
+        start, end = plan.get_span(rank(), 0)
         num_units = min((end - start) // plan.unit, max(2, 32 // plan.unit))
         middle = start + num_units // 2 * plan.unit
         end = start + num_units * plan.unit
@@ -243,7 +243,7 @@ class TrainingStep:
             seed_all(0)  # of the masks of dropout
 
         seed_all(seed)
-        host_batch = self.samples.__getitems__(self.samples.stream.positions(0, span))
+        host_batch = self.samples.__getitems__(self.samples.stream.get_positions(0, span))
         batch: Any = next(Prefetcher([host_batch], self._device))
         seed_all(seed)  # reading images has left the generators in a state of its own
         self._prepare_step(0, [batch], plan, is_trial=True)
@@ -276,7 +276,7 @@ class TrainingStep:
         self._optimizers = optimizers
         self._seed = seed
         dataset = cast(Dataset, self.samples)
-        loader = training_loader(dataset, plan, steps[0], steps[1], workers)
+        loader = create_train_loader(dataset, plan, steps[0], steps[1], workers)
         self._prefetcher = Prefetcher(loader, self._device)
         # Once: to find them takes longer than to clip them.
         self._parameters = list(self.model.parameters())
@@ -339,7 +339,7 @@ class TrainingStep:
         positions = _concat(self._positions)
         self._losses = []
         self._positions = []
-        data_wait, broken = self._prefetcher.take()
+        data_wait, broken = self._prefetcher.pop_stats()
         return StepOutcome(losses, positions, data_wait, broken)
 
 

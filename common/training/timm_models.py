@@ -20,8 +20,8 @@ from torch import nn
 
 from common.checkpoints.resume import check_weights
 from common.checkpoints.state import Tensors
-from common.config.origin import by_name, label_names, places_of, some
-from common.config.parsing import nearest, nearest_path
+from common.config.origin import find_indices, format_names, get_class_names, key_by_class
+from common.config.parsing import suggest_names, suggest_path
 from common.data.images import MAX_PIXELS
 from common.distributed.collectives import is_main
 from common.errors import Refused
@@ -93,7 +93,7 @@ def _match_head(
 
     `model` is as timm loads it; if its head has other classes, another one is created.
     """
-    trained_names = label_names(model.pretrained_cfg)
+    trained_names = get_class_names(model.pretrained_cfg)
     num_trained = model.pretrained_cfg["num_classes"]
     class_names = names if names else list(map(str, range(classes)))
     new_classes = class_names if num_trained != classes else []
@@ -132,7 +132,7 @@ def format_loaded(
         return f"{text}, head new for all classes"
     return (
         f"{text}, head new for {len(new_classes)} of {len(class_names)} classes "
-        f"({some(new_classes)}), kept for {some(kept_classes)}"
+        f"({format_names(new_classes)}), kept for {format_names(kept_classes)}"
     )
 
 
@@ -157,7 +157,7 @@ def copy_class_rows(
     `head` and `trained` are tensors [classes, ...] by name; their rows belong to `names` and to
     `trained_names`.
     """
-    trained_ids = places_of(names, trained_names)
+    trained_ids = find_indices(names, trained_names)
     target_rows = []
     source_rows = []
     new_ids = []
@@ -269,10 +269,10 @@ def _advise_on_name(name: str) -> str:
         )
     if len(path.parts) > 1:
         return (
-            f"; there is no such folder{nearest_path(path)}; a model of the hub is "
+            f"; there is no such folder{suggest_path(path)}; a model of the hub is "
             "hf-hub:OWNER/NAME"
         )
-    return nearest(name.lower(), timm.list_models()) or "; timm.list_models() lists them"
+    return suggest_names(name.lower(), timm.list_models()) or "; timm.list_models() lists them"
 
 
 def _go_offline_if_unreachable() -> None:
@@ -429,7 +429,9 @@ def export_classifier(
     # It was written for its owner alone.
     weights_file.chmod(folder.stat().st_mode & 0o666)
     _save_config(model, classes, config, folder, multi_label)
-    (folder / "results.json").write_text(json.dumps(by_name(results, classes), indent=2) + "\n")
+    (folder / "results.json").write_text(
+        json.dumps(key_by_class(results, classes), indent=2) + "\n"
+    )
 
 
 def _save_config(

@@ -24,7 +24,7 @@ from common.data import loader
 from common.data.batch_plan import BatchPlan
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
-from common.data.loader import Prefetcher, training_loader
+from common.data.loader import Prefetcher, create_train_loader
 from common.data.stream import Stream
 from common.distributed import environment
 from common.distributed.collectives import world_size
@@ -106,7 +106,7 @@ def samples_of_rank(limit: int, workers: int) -> dict[int, bytes]:
     """What this rank's batches of eight steps hold for each position."""
     source = Numbers(50, broken=frozenset({3, 4, 17}))
     plan = BatchPlan(12, world_size(), limit, 2)
-    batches = list(training_loader(samples(source, **LAYERS), plan, 3, 11, workers))
+    batches = list(create_train_loader(samples(source, **LAYERS), plan, 3, 11, workers))
     assert len(batches) == 8 * plan.micro_steps and batches[0].images.dtype == torch.uint8
     by_position = {}
     for batch in batches:
@@ -128,7 +128,7 @@ def test_a_sample_is_the_same_in_whatever_batch_worker_or_layout(processes) -> N
 
 def test_the_seed_and_the_epoch_vary_an_image() -> None:
     source = Numbers(12)
-    first, later = list(training_loader(samples(source), BatchPlan(12, 1, 12), 0, 2, 0))
+    first, later = list(create_train_loader(samples(source), BatchPlan(12, 1, 12), 0, 2, 0))
     assert sorted(first.labels.tolist()) == sorted(later.labels.tolist()) == list(range(12))
     for label in range(12):
         assert not torch.equal(
@@ -146,7 +146,7 @@ def test_a_broken_image_is_replaced_and_named_once() -> None:
         np.arange(20),
     )
     batch = TrainDataset(source, stream, transform, 5).__getitems__(positions)
-    drawn = stream.indices(positions).tolist()
+    drawn = stream.get_indices(positions).tolist()
     shown = [{5: 8, 6: 8, 7: 8, 19: 0}.get(index, index) for index in drawn]
     assert batch.labels.tolist() == shown  # the label is the neighbour's, too
     for image, index, key in zip(
@@ -171,8 +171,8 @@ def test_the_feed_adds_up_what_it_waited_for_and_what_was_broken() -> None:
 
     feed = Prefetcher(slow(), torch.device("cpu"))
     next(feed), next(feed)
-    waited, broken = feed.take()
-    assert 0.04 <= waited < 10 and broken == ("a", "b") and feed.take() == (0.0, ())
+    waited, broken = feed.pop_stats()
+    assert 0.04 <= waited < 10 and broken == ("a", "b") and feed.pop_stats() == (0.0, ())
 
 
 def workers_of_rank(cores: int, limit: Path) -> int:
@@ -181,8 +181,8 @@ def workers_of_rank(cores: int, limit: Path) -> int:
     """
     affinity = mock.patch.object(os, "sched_getaffinity", return_value=range(cores))
     with affinity, mock.patch.object(environment, "_ALLOTMENT", limit):
-        assert (loader.worker_count(0), loader.worker_count(5)) == (0, 5)
-        return loader.worker_count(-1)
+        assert (loader.count_workers(0), loader.count_workers(5)) == (0, 5)
+        return loader.count_workers(-1)
 
 
 @pytest.mark.parametrize("cores, ranks, workers", [(1, 1, 0), (8, 2, 3), (3, 3, 0), (64, 1, 16)])
@@ -214,7 +214,7 @@ def test_a_batch_goes_to_its_device_whole(monkeypatch, device, goes_on) -> None:
 
 
 def test_a_signal_to_everyone_leaves_the_workers_at_work() -> None:
-    batches = iter(training_loader(samples(Numbers(40)), BatchPlan(12, 1, 12), 0, 1000, 2))
+    batches = iter(create_train_loader(samples(Numbers(40)), BatchPlan(12, 1, 12), 0, 1000, 2))
     first, _ = next(batches), next(batches)  # one of each worker, so that both have begun
     for worker in data_workers():
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -228,7 +228,7 @@ def test_a_signal_to_everyone_leaves_the_workers_at_work() -> None:
 STUCK = """
 import sys, time
 import torch
-from common.data.loader import _loader
+from common.data.loader import _create_loader
 
 class Stuck(torch.utils.data.Dataset):
     def __getitems__(self, places):
@@ -236,7 +236,7 @@ class Stuck(torch.utils.data.Dataset):
             time.sleep(3600)  # as a reader on a dead network drive
         return places
 
-batches = iter(_loader(Stuck(), [[0]] * 8 + [[1]] * 8, workers=8))
+batches = iter(_create_loader(Stuck(), [[0]] * 8 + [[1]] * 8, num_workers=8))
 print(next(batches), flush=True)
 sys.exit(7)
 """

@@ -105,7 +105,9 @@ def test_a_share_of_each_class_of_paths_is_held_out(files: list) -> None:
     # A path keeps its side, wherever it stands; an evaluation finds the images that training held
     # out.
     assert everything(val) == everything(read(Shells(files[::-1]))[1])
-    assert everything(read(Shells(files), alone=True, held_out=True)[1]) == everything(val)
+    assert everything(
+        read(Shells(files), is_eval_only=True, is_training_data=True)[1]
+    ) == everything(val)
     assert everything(
         *read(Shells([(path, ("cockle", "limpet")[label]) for path, label in files]))
     ) == everything(train, val)
@@ -117,7 +119,10 @@ def test_a_share_of_each_class_of_paths_is_held_out(files: list) -> None:
         "train",
         "valid; test: for --split test",
     )
-    assert [len(read(parts, split="test", alone=alone)[1]) for alone in (False, True)] == [2, 2]
+    assert [
+        len(read(parts, split="test", is_eval_only=is_eval_only)[1])
+        for is_eval_only in (False, True)
+    ] == [2, 2]
     parts["valid"].classes = ("limpet", "cockle")
     assert "other classes to evaluate than to train on" in refusal(parts)
 
@@ -138,7 +143,7 @@ def test_images_are_read_when_they_are_wanted() -> None:
     # One of those that are looked at.
     data.items[int(val.rows[0])] = (image(250), int(val.labels[0]))
     assert read(data)[1].fingerprint != val.fingerprint
-    torn = read(Counted([(image(1), index % 2) for index in range(20)]), alone=True)[1]
+    torn = read(Counted([(image(1), index % 2) for index in range(20)]), is_eval_only=True)[1]
     with pytest.raises(BrokenImage, match="torn"):
         torn.image(7)
 

@@ -18,9 +18,9 @@ import pytest
 from PIL import Image
 
 from common.classification.sources import Spec, load
-from common.data.data_spec import fingerprint, is_fingerprint
+from common.data.data_spec import is_fingerprint, join_fingerprints
 from common.data.images import BrokenImage
-from common.data.splits import by_part, kind_of
+from common.data.splits import get_split_kind, group_by_split
 from common.errors import Refused
 from tests.harness.drawings import pets, picture, tree
 from tests.harness.odd_files import bounded
@@ -38,7 +38,7 @@ def read(data, seed=0, val_share=0.25, **options):
 
 
 def alone(data, split="", **options):
-    return read(data, split=split, alone=True, **options)[1]
+    return read(data, split=split, is_eval_only=True, **options)[1]
 
 
 def refusal(data, **options) -> str:
@@ -69,7 +69,7 @@ def test_a_fixed_stratified_fifth_of_the_digits_is_held_out():
     small = np.asarray(image.resize((8, 8), Image.Resampling.BOX))[..., 0] / 255 * 16
     assert image.mode == "RGB" and np.abs(small - load_digits().images[row]).mean() < 1
     # Results compare across seeds.
-    for same in (read("digits", seed=1, val_share=0.5)[1], alone("digits", held_out=True)):
+    for same in (read("digits", seed=1, val_share=0.5)[1], alone("digits", is_training_data=True)):
         assert train.fingerprint != val.fingerprint == same.fingerprint
     assert alone("digits", "train").fingerprint == train.fingerprint
 
@@ -93,7 +93,7 @@ DEEP = {"bus/a/b": 4, "train/a": 4, "tram": 4}
 ALL, KEPT, OUT = "the folder", "75 % of the folder", "25 % held out of the folder"
 AFTER_TREINO = "validação/; teste/: for --split test"
 TWO_TRAINED, NAN = {"train/cat": 1, "train/dog": 1}, float("nan")
-ALONE, HELD_OUT = {"alone": True}, {"alone": True, "held_out": True}
+ALONE, HELD_OUT = {"is_eval_only": True}, {"is_eval_only": True, "is_training_data": True}
 
 # folders with their numbers of images, flags -> numbers of images, what is trained on, what is
 # evaluated
@@ -162,16 +162,23 @@ def test_parts_are_known_by_their_usual_names():
         *(names.split(",") for names in USUAL.split()),
         ["Train Data", "Validation Data", "Test Data"],
     ):
-        assert [*map(kind_of, names)] == ["train", "val", "test"]
-    assert [*map(kind_of, ("trainval", "cat", "tram", "testament"))] == ["trainval", "", "", ""]
+        assert [*map(get_split_kind, names)] == ["train", "val", "test"]
+    assert [*map(get_split_kind, ("trainval", "cat", "tram", "testament"))] == [
+        "trainval",
+        "",
+        "",
+        "",
+    ]
     deep = {
         "train": ["/val/train/en/0.tar", "/val/extra/0.tar"],
         "val": ["/val/dev/en/0.tar", "/val/Val-1/fr/0.tar"],
     }
-    assert by_part([*deep["train"], *deep["val"]]) == deep
-    assert by_part(["/test/a.csv", "/test/b.csv"]) == {"train": ["/test/a.csv", "/test/b.csv"]}
+    assert group_by_split([*deep["train"], *deep["val"]]) == deep
+    assert group_by_split(["/test/a.csv", "/test/b.csv"]) == {
+        "train": ["/test/a.csv", "/test/b.csv"]
+    }
     signed = {"train": ["https://h/a.tar?val"], "test": ["https://h/test_0.tar?val"]}
-    assert by_part([*signed["train"], *signed["test"]]) == signed
+    assert group_by_split([*signed["train"], *signed["test"]]) == signed
 
 
 NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
@@ -344,7 +351,7 @@ def test_a_group_is_on_one_side_and_classes_keep_their_share(tmp_path):
         shares = val.class_counts / (train.class_counts + val.class_counts)
         assert val.part.endswith(f" by {column}")
         assert np.abs(shares - 0.25).max() < 0.07  # of 33 and 55 images, in groups of 1 to 8
-        again = alone(tmp_path / data, held_out=True, **options)
+        again = alone(tmp_path / data, is_training_data=True, **options)
         assert names(again, tmp_path) == names(val, tmp_path)
         assert names(read(tmp_path / data, **options | {"seed": 4})[1], tmp_path) != names(
             val, tmp_path
@@ -436,7 +443,7 @@ def test_the_hold_out_is_stratified_and_stays_when_files_come(
     ]
     held_out = names(val, root)
     assert len({*names(train, root), *held_out}) == 40
-    assert names(alone(root, seed=1, held_out=True), root) == held_out
+    assert names(alone(root, seed=1, is_training_data=True), root) == held_out
     assert any(names(read(root, seed=seed)[1], root) != held_out for seed in (2, 3, 4))
     root, before = root.rename(tmp_path / "b"), {*held_out}
     assert {*names(read(root, seed=1)[1], root)} == before
@@ -534,9 +541,9 @@ def test_runs_that_recorded_whole_paths_still_know_their_data(tmp_path):
 
     train, val = read(listed(pets(tmp_path / "a")))
     recorded = f"{recorded_by_0_2_0(train)}-{recorded_by_0_2_0(val)}"
-    assert recorded != fingerprint(train, val)
+    assert recorded != join_fingerprints(train, val)
     assert is_fingerprint(recorded, train, val) and is_fingerprint(
-        fingerprint(train, val), train, val
+        join_fingerprints(train, val), train, val
     )
     assert not is_fingerprint(recorded, val, train) and not is_fingerprint("", train, val)
 
@@ -623,7 +630,8 @@ def test_a_split_to_evaluate_on_is_used_as_it_is(tmp_path):
     )
     splits["train"].to_parquet(tmp_path / "test.parquet")
     assert [
-        len(alone(tmp_path / "test.parquet", held_out=held_out)) for held_out in (False, True)
+        len(alone(tmp_path / "test.parquet", is_training_data=held_out))
+        for held_out in (False, True)
     ] == [9, 3]
 
 

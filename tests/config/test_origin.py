@@ -2,20 +2,20 @@
 
 import pytest
 
-from common.config.origin import Origin, label_names
+from common.config.origin import Origin, get_class_names
 
 
 def test_class_names_are_read_in_the_order_of_their_ids() -> None:
-    assert label_names({"label_names": ["b", "a"]}) == label_names(
+    assert get_class_names({"label_names": ["b", "a"]}) == get_class_names(
         {"pretrained_cfg": {"label_names": ("b", "a")}}
     )
     assert (
-        label_names({"id2label": {"1": "a", "0": "b"}})
-        == label_names({"label_names": {1: "a", 0: "b"}})
+        get_class_names({"id2label": {"1": "a", "0": "b"}})
+        == get_class_names({"label_names": {1: "a", 0: "b"}})
         == ["b", "a"]
     )
     for ambiguous in ({"classes": ["a", "a"]}, {"id2label": {"1": "a", "2": "b"}}, {}):
-        assert label_names(ambiguous) == []
+        assert get_class_names(ambiguous) == []
 
 
 @pytest.mark.parametrize(

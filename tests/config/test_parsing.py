@@ -16,7 +16,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.config.fields import OptimizationConfig, RunConfig, option
-from common.config.parsing import identity, nearest, parse, save, short_hash
+from common.config.parsing import (
+    compute_short_hash,
+    get_identity,
+    parse,
+    save_config,
+    suggest_names,
+)
 from common.errors import Refused
 from recipes import cls, det
 from tests.harness.launching import ROOT
@@ -85,7 +91,7 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(preset) -> None
 
 
 @pytest.mark.parametrize(
-    "text, told",
+    "text, message",
     [
         ("epoch: 3", "unknown key epoch; did you mean epochs"),
         ("lr: [1, 2]", "lr must be a single value, not list"),
@@ -99,14 +105,14 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(preset) -> None
         ("lr: &a 1\n<<: *a", "unknown key <<"),
     ],
 )
-def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, told: str) -> None:
+def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, message: str) -> None:
     line = refusal(*preset(text))
-    assert told in line
+    assert message in line
     assert "preset.yaml" in line or line.startswith("--")  # the file, or the flag of that name
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         (["--epoch", 3], "unknown flag --epoch; did you mean epochs"),
         (["--conf", "a.yaml"], "unknown flag --conf; did you mean config?"),
@@ -134,8 +140,8 @@ def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, told: str)
         (["--config", "recipes/presets"], "--config recipes/presets: a folder, not a file"),
     ],
 )
-def test_an_error_on_the_command_line_is_refused_in_one_line(arguments: list, told: str) -> None:
-    assert told in refusal(*arguments)
+def test_an_error_on_the_command_line_is_refused_in_one_line(arguments: list, message: str) -> None:
+    assert message in refusal(*arguments)
 
 
 @pytest.mark.smoke
@@ -149,7 +155,7 @@ def test_a_preset_is_suggested_once(folder, monkeypatch) -> None:
 
 
 def test_a_name_that_is_there_twice_is_suggested_once() -> None:
-    assert nearest("husky", ["malamute", "husk", "husk"]) == "; did you mean husk?"
+    assert suggest_names("husky", ["malamute", "husk", "husk"]) == "; did you mean husk?"
 
 
 NAMES = st.text(
@@ -181,7 +187,7 @@ NAMES = st.text(
 def test_a_saved_configuration_comes_back_as_it_was(config: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
-        save(config, path)
+        save_config(config, path)
         assert parse(Config, ["--config", str(path)]) == config
         # The recipe's own come first.
         assert list(yaml.safe_load(path.read_text()))[:2] == ["data", "pretrained"]
@@ -251,12 +257,12 @@ def test_a_field_may_decide_on_defaults_of_others(preset) -> None:
 
 
 def test_fields_that_may_change_do_not_define_a_run() -> None:
-    run = identity(Config())
+    run = get_identity(Config())
     assert (
         "group_column" not in run
-        and identity(Config(group_column="patient"))["group_column"] == "patient"
+        and get_identity(Config(group_column="patient"))["group_column"] == "patient"
     )
-    assert identity(Config(workers=7, name="x", epochs=3.0, max_micro_batch_size=9)) == run
+    assert get_identity(Config(workers=7, name="x", epochs=3.0, max_micro_batch_size=9)) == run
     for changed in (Config(seed=1), Config(global_batch_size=65), Config(lr=0.1)):
-        assert short_hash(identity(changed)) != short_hash(run)
+        assert compute_short_hash(get_identity(changed)) != compute_short_hash(run)
     assert json.loads(json.dumps(run)) == run  # as it goes through a checkpoint's record

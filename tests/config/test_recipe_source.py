@@ -33,7 +33,7 @@ def begin(folder: Path, monkeypatch, **files: str) -> recipe_source.Source:
     monkeypatch.setattr(sys, "argv", [str(folder / "hard.py"), "--seed", "1"])
     # No notebook.
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "hard.py"), raising=False)
-    return recipe_source.read()
+    return recipe_source.read_source()
 
 
 def test_a_recipe_is_its_file_and_the_modules_beside_it(tmp_path, monkeypatch) -> None:
@@ -51,55 +51,56 @@ def test_a_recipe_is_its_file_and_the_modules_beside_it(tmp_path, monkeypatch) -
     assert next(iter(read)) == "hard.py"
     assert {*read} == {"hard.py", "losses/focal.py", "mine.py", "deep.py", "near.py"}
     assert read["losses/focal.py"] == LOSS
-    assert recipe_source.stem() == "hard" and recipe_source.started() == tmp_path / "hard.py"
-    recipe_source.keep(read, tmp_path / "run")
+    assert (
+        recipe_source.get_recipe_name() == "hard"
+        and recipe_source.find_recipe_file() == tmp_path / "hard.py"
+    )
+    recipe_source.save_source(read, tmp_path / "run")
     assert {path.name: path.read_text() for path in (tmp_path / "run/source").rglob("*.py")} == {
         Path(name).name: text for name, text in read.items()
     }
 
 
 def test_comments_and_formatting_do_not_change_a_source(tmp_path, monkeypatch) -> None:
-    words = (
+    commented = (
         LOSS.replace("A loss", "The loss")
         .replace("  # Lin et al., 2017", "")
         .replace("How much", "By how much")
     )
-    words = words.replace(
+    commented = commented.replace(
         "        return (1 - (-losses).exp())",
         "        return (\n            1 - (-losses).exp()\n        )",
     )
-    assert words != LOSS
-    assert recipe_source.difference({"hard.py": LOSS}, {"hard.py": words}) == []
+    assert commented != LOSS
+    assert recipe_source.diff_sources({"hard.py": LOSS}, {"hard.py": commented}) == []
     # The recipe itself may be called otherwise.
-    assert recipe_source.difference({"cls.py": LOSS}, {"hard.py": LOSS}) == []
+    assert recipe_source.diff_sources({"cls.py": LOSS}, {"hard.py": LOSS}) == []
 
 
 def test_other_code_is_shown_in_a_few_lines() -> None:
-    there, here = (
-        {"hard.py": LOSS, "mine.py": "a = 1"},
-        {"hard.py": LOSS.replace("2.0", "3.0"), "mine.py": "a = 1"},
-    )
-    assert recipe_source.difference(there, here) == [
+    before = {"hard.py": LOSS, "mine.py": "a = 1"}
+    after = {"hard.py": LOSS.replace("2.0", "3.0"), "mine.py": "a = 1"}
+    assert recipe_source.diff_sources(before, after) == [
         "--- hard.py before",
         "+++ hard.py now",
         "-    gamma: float = 2.0",
         "+    gamma: float = 3.0",
     ]
-    assert "+a = 2" in recipe_source.difference(there, there | {"mine.py": "a = 2"})
-    assert "+a = 2" in recipe_source.difference(there, there | {"other.py": "a = 2"})
-    assert "-a = 1" in recipe_source.difference(there, {"hard.py": LOSS})
-    many = recipe_source.difference(
-        there, there | {"mine.py": "\n".join(f"a{number} = 2" for number in range(99))}
+    assert "+a = 2" in recipe_source.diff_sources(before, before | {"mine.py": "a = 2"})
+    assert "+a = 2" in recipe_source.diff_sources(before, before | {"other.py": "a = 2"})
+    assert "-a = 1" in recipe_source.diff_sources(before, {"hard.py": LOSS})
+    many = recipe_source.diff_sources(
+        before, before | {"mine.py": "\n".join(f"a{number} = 2" for number in range(99))}
     )
     assert len(many) == 13 and many[-1] == "... and 90 more lines"
     spaces = f"x='{'a' * 114}  b'", f"x='{'a' * 114} b'"
-    assert recipe_source.difference({"hard.py": spaces[0]}, {"hard.py": spaces[1]}) != []
+    assert recipe_source.diff_sources({"hard.py": spaces[0]}, {"hard.py": spaces[1]}) != []
     # What is no Python is compared by its text.
-    assert recipe_source.difference({"hard.py": "%matplotlib"}, {"hard.py": "%matplotlib inline"})
+    assert recipe_source.diff_sources({"hard.py": "%matplotlib"}, {"hard.py": "%matplotlib inline"})
 
 
 def test_cells_of_a_notebook_are_refused(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
-    assert recipe_source.started(Path()).name == "pathlib.py"
+    assert recipe_source.find_recipe_file(Path()).name == "pathlib.py"
     with pytest.raises(Refused, match="a recipe is a file"):
-        recipe_source.read({})
+        recipe_source.read_source({})

@@ -11,7 +11,7 @@ import pytest
 
 from common.config.fields import option
 from common.config.parsing import parse
-from common.config.secrets import printable_name
+from common.config.secrets import redact_name
 from common.errors import Refused, make_printable
 from common.files import to_json
 from common.shards.names import list_shards
@@ -33,7 +33,7 @@ def environment(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "data, names, shown",
+    "data, names, printed",
     [
         ("https://h/a.tar?$SIGNATURE", ["https://h/a.tar?SIGNATURE_VALUE"], "https://h/a.tar"),
         ("https://h/$TOKEN/a.tar", ["https://h/SECRET5/a.tar"], "https://h/$TOKEN/a.tar"),
@@ -56,14 +56,14 @@ def environment(monkeypatch) -> None:
         ),
     ],
 )
-def test_values_are_filled_in_last_and_shown_nowhere(monkeypatch, data, names, shown) -> None:
-    found = list_shards(data)
-    assert found == [name.replace("SIGNATURE_VALUE", os.environ["SIGNATURE"]) for name in names]
-    assert printable_name(found[0]) == shown
+def test_values_are_filled_in_last_and_shown_nowhere(monkeypatch, data, names, printed) -> None:
+    shards = list_shards(data)
+    assert shards == [name.replace("SIGNATURE_VALUE", os.environ["SIGNATURE"]) for name in names]
+    assert redact_name(shards[0]) == printed
     for text in (
-        make_printable(f"could not read {found[0]}"),
-        str(Refused(found)),
-        json.dumps(to_json({"x": [found]})),
+        make_printable(f"could not read {shards[0]}"),
+        str(Refused(shards)),
+        json.dumps(to_json({"x": [shards]})),
     ):
         assert "SECRET" not in text
 

@@ -8,7 +8,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from common.config.parsing import parse
-from common.config.synonyms import HINTS, OF_LAUNCHER, hint
+from common.config.synonyms import HINTS, LAUNCHER_HINTS, suggest_flag
 from common.errors import Refused
 from recipes import cls, det
 
@@ -26,10 +26,10 @@ def test_names_of_other_tools_lead_to_flags_of_the_recipe(recipe: str) -> None:
         for name in names.split() if flag in FIELDS[recipe] else ():
             with pytest.raises(Refused) as raised:
                 parse(RECIPES[recipe], [f"--{name.replace('_', '-')}=1"])
-            said = str(raised.value)
+            message = str(raised.value)
             assert (
-                said.startswith(f"unknown flag --{name.replace('_', '-')}; here it is --")
-                and f"--{flag}" in said
+                message.startswith(f"unknown flag --{name.replace('_', '-')}; here it is --")
+                and f"--{flag}" in message
             )
 
 
@@ -39,13 +39,16 @@ def test_flags_in_the_tables_exist_in_recipes_or_in_the_launcher() -> None:
     options = {
         word for action in launch_command_parser()._actions for word in action.option_strings
     }
-    first, *others = OF_LAUNCHER
-    assert {f"--{name}" for name in OF_LAUNCHER[first].split()} | {
+    first, *others = LAUNCHER_HINTS
+    assert {f"--{name}" for name in LAUNCHER_HINTS[first].split()} | {
         *re.findall(r"--\w+", " ".join(others))
     } <= options
-    assert not {name for names in OF_LAUNCHER.values() for name in names.split()} & named
+    assert not {name for names in LAUNCHER_HINTS.values() for name in names.split()} & named
 
 
 def test_a_flag_of_another_recipe_is_recognised() -> None:
-    assert hint("detector", FIELDS["cls"], Path(cls.__file__)) == "; it is a flag of recipes/det.py"
-    assert hint("nonsense", FIELDS["cls"], Path(cls.__file__)) == ""
+    assert (
+        suggest_flag("detector", FIELDS["cls"], Path(cls.__file__))
+        == "; it is a flag of recipes/det.py"
+    )
+    assert suggest_flag("nonsense", FIELDS["cls"], Path(cls.__file__)) == ""

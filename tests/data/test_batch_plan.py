@@ -27,7 +27,8 @@ def test_a_plan_keeps_all_its_promises(arguments: tuple[int, int, int, int]) -> 
         assume(False)
     size, world_size, limit, unit = arguments
     spans = [
-        [plan.span(rank, turn) for turn in range(plan.micro_steps)] for rank in range(world_size)
+        [plan.get_span(rank, turn) for turn in range(plan.micro_steps)]
+        for rank in range(world_size)
     ]
     assert len({len(of_rank) for of_rank in spans}) == 1  # collectives stay in phase
     flat = [span for of_rank in spans for span in of_rank]
@@ -42,10 +43,8 @@ def test_a_plan_keeps_all_its_promises(arguments: tuple[int, int, int, int]) -> 
     assert tuple(sorted(set(sizes), reverse=True)) == plan.micro_batch_sizes
     # No plan with fewer micro-steps stays within the limit.
     assert (plan.micro_steps - 1) * world_size * (limit // unit) * unit < size
-    process, step = (
-        ("process", "processes")[world_size > 1],
-        ("micro-step", "micro-steps")[plan.micro_steps > 1],
-    )
+    process = ("process", "processes")[world_size > 1]
+    step = ("micro-step", "micro-steps")[plan.micro_steps > 1]
     assert str(plan).startswith(f"{size} = {world_size} {process} x {plan.micro_steps} {step} x ")
 
 
@@ -85,5 +84,5 @@ def test_a_refusal_names_the_limit_for_a_share_at_once() -> None:
         BatchPlan(10, 2, 4, 2, "--batch_norm global")
     assert BatchPlan(10, 2, 6, 2, "--batch_norm global").micro_steps == 1
     plan = BatchPlan(1024, 3, 1024)  # the example of the documentation
-    assert [plan.span(rank, 0) for rank in range(3)] == [(0, 342), (342, 683), (683, 1024)]
+    assert [plan.get_span(rank, 0) for rank in range(3)] == [(0, 342), (342, 683), (683, 1024)]
     assert (plan.loss_scale, plan.micro_batch_sizes) == (3 / 1024, (342, 341))

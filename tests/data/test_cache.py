@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from common.data import cache as cache_module
-from common.data.cache import open_cache, shrunk
+from common.data.cache import downscale_size, open_cache
 from common.data.decoding import Picture
 from common.distributed.collectives import barrier, rank
 from common.errors import Refused
@@ -36,19 +36,20 @@ class Reads:
 
 def all_of(cache, read: Reads, count: int) -> list[np.ndarray]:
     return [
-        cache.picture(index, lambda index=index: read(index)).whole().numpy()
-        for index in range(count)
+        cache.get(index, lambda index=index: read(index)).decode().numpy() for index in range(count)
     ]
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("in_folder", [False, True], ids=["memory", "folder"])
 def test_an_image_is_read_once_and_stays_the_same(in_folder: bool, tmp_path: Path) -> None:
-    cache, read = open_cache(9, 24, str(tmp_path) if in_folder else ""), Reads()
-    first, again = all_of(cache, read, 9), all_of(cache, read, 9)
-    assert read.count == 9 and all(map(np.array_equal, first, again))
+    cache = open_cache(9, 24, str(tmp_path) if in_folder else "")
+    read = Reads()
+    first = all_of(cache, read, 9)
+    second = all_of(cache, read, 9)
+    assert read.count == 9 and all(map(np.array_equal, first, second))
     assert [each.shape for each in first] == [
-        (3, *shrunk(50 - index, 20 + index, 24)) for index in range(9)
+        (3, *downscale_size(50 - index, 20 + index, 24)) for index in range(9)
     ]
     # The file has no name: nothing is left behind, whatever happens.
     assert not list(tmp_path.iterdir())
@@ -60,22 +61,24 @@ def test_a_small_image_stays_as_it_is_and_fits_its_slot() -> None:
     images = [photograph(0, 23, 25), *(photograph(seed, 24, 24) for seed in (1, 2, 3))]
     for _ in range(2):
         for index, image in enumerate(images):
-            kept = cache.picture(index, lambda image=image: Picture(image)).whole()
-            assert np.array_equal(kept, np.asarray(image).transpose(2, 0, 1))
+            cached = cache.get(index, lambda image=image: Picture(image)).decode()
+            assert np.array_equal(cached, np.asarray(image).transpose(2, 0, 1))
     for height, width in ((24, 24), (1, 577), (5_000, 2), (1, 89_000_000), (375, 500)):
-        h, w = shrunk(height, width, 24)
+        h, w = downscale_size(height, width, 24)
         assert h >= 1 and w >= 1 and h * w <= 576
         assert (h, w) == (height, width) or h * w > 480 or min(height, width) < 24
 
 
 def test_a_slot_that_was_not_finished_is_written_again(monkeypatch) -> None:
     """By a process that was killed as it wrote, or where the disk was full for a moment."""
-    cache, read, write = open_cache(4, 24, ""), Reads(), os.pwrite
+    cache = open_cache(4, 24, "")
+    read = Reads()
+    write = os.pwrite
     with monkeypatch.context() as patch:
         patch.setattr(
             cache_module.os,
             "pwrite",
-            lambda file, data, place: write(file, bytes(data)[:-1], place),
+            lambda file, data, offset: write(file, bytes(data)[:-1], offset),
         )
         first = all_of(cache, read, 4)
         patch.setattr(
@@ -89,7 +92,7 @@ def test_a_slot_that_was_not_finished_is_written_again(monkeypatch) -> None:
 def test_a_set_that_does_not_fit_and_a_bad_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     needs = "--cache 500: 10,000,000,000 images take up to .* GiB, and"
-    for count, side, folder, told in (
+    for count, side, folder, message in (
         (10**10, 500, "", f"{needs} memory has .* left; take"),
         (10**10, 500, tmp_path, f"{needs} {tmp_path} has .* left; take a smaller --cache$"),
         (10, 0, tmp_path, "--cache_folder .*: nothing is kept there without --cache"),
@@ -101,13 +104,14 @@ def test_a_set_that_does_not_fit_and_a_bad_folder_are_refused(tmp_path: Path) ->
         ),
         (10, 500, tmp_path / "file", "--cache_folder .*/file: Not a directory"),
     ):
-        with pytest.raises(Refused, match=told):
+        with pytest.raises(Refused, match=message):
             open_cache(count, side, str(folder))
     assert open_cache(10, 0, "") is None
 
 
 def fill_and_read(count: int) -> tuple[int, str]:
-    cache, read = open_cache(count, 24, ""), Reads()
+    cache = open_cache(count, 24, "")
+    read = Reads()
     if rank() == 0:
         all_of(cache, read, count)
     barrier()

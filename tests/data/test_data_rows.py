@@ -9,12 +9,12 @@ import tifffile
 from PIL import Image
 
 from common.classification import sources
-from common.data.data_spec import data_rows
+from common.data.data_spec import describe_data
 from tests.harness.drawings import picture, tree
 
 
 def rows(root: Path, **options) -> dict[str, str]:
-    return data_rows(
+    return describe_data(
         "here", *sources.load(sources.Spec(str(root), seed=0, val_share=0.2, **options))
     )
 
@@ -28,10 +28,10 @@ def test_what_is_and_what_is_not_evaluated_is_named(tmp_path):
     )
     for number in range(4):
         picture(tmp_path / f"train/emu {number}" / "0.png")
-    found = rows(tmp_path)
-    name, said = found.pop("fingerprint").split(", ", 1)
-    assert re.fullmatch("[0-9a-f]{12}-[0-9a-f]{12}", name) and "pixels are not compared" in said
-    assert found == {
+    actual = rows(tmp_path)
+    name, text = actual.pop("fingerprint").split(", ", 1)
+    assert re.fullmatch("[0-9a-f]{12}-[0-9a-f]{12}", name) and "pixels are not compared" in text
+    assert actual == {
         "data": "here: 13 + 9 images of 6 classes",
         "classes": "cat, dog, emu 0, emu 1, emu 2 and 1 more",
         "trained on": "train/",
@@ -59,7 +59,7 @@ def test_a_transparent_image_among_others_has_a_row(tmp_path, image, is_told):
     for number in range(8):
         picture(tmp_path / "ab"[number % 2] / f"{number}.png")
     image.save(tmp_path / "b/5.png")
-    assert ("5.png" in rows(tmp_path, alone=True).get("transparency", "")) == is_told
+    assert ("5.png" in rows(tmp_path, is_eval_only=True).get("transparency", "")) == is_told
 
 
 @pytest.mark.parametrize("extra, is_told", [(2, True), (0, False)])

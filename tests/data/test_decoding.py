@@ -31,7 +31,7 @@ def reference(
 
 
 @pytest.mark.parametrize(
-    "width, height, box, size, most, mean",
+    "width, height, box, size, max_difference, mean",
     [
         # the reference rounds between its passes, as this does
         (500, 375, (40, 64, 200, 304), (224, 224), 1, 0.01),
@@ -45,25 +45,29 @@ def reference(
     "filter", [Image.Resampling.BILINEAR, Image.Resampling.BICUBIC], ids=["bilinear", "bicubic"]
 )
 def test_pixels_agree_with_those_of_the_slow_way(
-    width, height, box, size, most, mean, filter
+    width, height, box, size, max_difference, mean, filter
 ) -> None:
     data = jpeg(width, height)
-    seen = Picture(data).region(*box, size, filter.name.lower())
+    seen = Picture(data).crop_and_resize(*box, size, filter.name.lower())
     assert seen.dtype == torch.uint8 and seen.shape == (3, *size)
     off = np.abs(seen.numpy().astype(int) - reference(data, box, size, filter))
-    assert off.max() <= most and off.mean() <= mean
+    assert off.max() <= max_difference and off.mean() <= mean
 
 
 def test_a_turned_photograph_is_upright() -> None:
     for orientation in range(1, 9):
         for height, width in ((48, 64), (480, 640)):  # whole, and at a reduced resolution
             data = jpeg(width, height, exif=exif(orientation))
-            picture, upright = Picture(data), open_rgb(data)
+            picture = Picture(data)
+            upright = open_rgb(data)
             assert (picture.width, picture.height) == upright.size
             box = (8, 16, upright.height - 16, upright.width - 32)
-            wanted = reference(data, box, (24, 24), Image.Resampling.BILINEAR)
+            expected = reference(data, box, (24, 24), Image.Resampling.BILINEAR)
             assert (
-                np.abs(picture.region(*box, (24, 24), "bilinear").numpy() - wanted).mean() < 1.5
+                np.abs(
+                    picture.crop_and_resize(*box, (24, 24), "bilinear").numpy() - expected
+                ).mean()
+                < 1.5
             ), orientation
 
 
@@ -113,10 +117,11 @@ def turned_files() -> dict[str, bytes]:
 def test_all_readers_agree_on_the_orientation(name: str, data: bytes, tmp_path: Path) -> None:
     file = tmp_path / "image"
     file.write_bytes(data)
-    evaluated, trained = pixels(file), Picture(data)
+    evaluated = pixels(file)
+    trained = Picture(data)
     assert evaluated.shape == (trained.height, trained.width, 3) == (64, 48, 3)
     if not data.startswith(b"\xff\xd8"):  # no JPEG, whose colours depend on what is beside
-        part = trained.region(5, 7, 20, 30, (20, 30), "bilinear")
+        part = trained.crop_and_resize(5, 7, 20, 30, (20, 30), "bilinear")
         assert np.array_equal(part.permute(1, 2, 0), evaluated[5:25, 7:37])
     upright = CHINA.resize((64, 48)).transpose(Image.Transpose.ROTATE_270)
     assert np.abs(evaluated.astype(int) - np.asarray(upright)).mean() < 12
@@ -128,7 +133,7 @@ def test_a_large_photograph_is_never_decoded_whole(monkeypatch: pytest.MonkeyPat
     decode = MagicMock(wraps=decode_jpeg)
     monkeypatch.setattr(decoding, "decode_jpeg", decode)
     for side, decoded in ((895, 895), (896, 448), (1791, 896), (1792, 448), (3584, 448)):
-        Picture(jpeg(side, side)).region(0, 0, side, side, (224, 224), "bilinear")
+        Picture(jpeg(side, side)).crop_and_resize(0, 0, side, side, (224, 224), "bilinear")
         assert (
             decode.call_args.kwargs["min_height"] == decode.call_args.kwargs["min_width"] == decoded
         )
@@ -139,7 +144,7 @@ def test_libjpeg_reduces_the_same_for_both_decoders() -> None:
         data = jpeg(899, 601, **options)
         for reduction in (1, *decoding.REDUCTIONS):
             size = (-(-601 // reduction), -(-899 // reduction))
-            part = Picture(data).part(reduction, 0, 0, *size)
+            part = Picture(data).decode_crop(reduction, 0, 0, *size)
             slow = np.asarray(open_rgb(data, reduction=reduction)).transpose(2, 0, 1)
             assert part.shape[1:] == size and np.array_equal(part, slow)
 
@@ -152,22 +157,24 @@ def outcome(show, data: bytes):
 
 
 def test_a_damaged_file_is_broken_for_both_for_the_same_reason() -> None:
-    random, data = np.random.default_rng(0), jpeg(36, 24)
+    random = np.random.default_rng(0)
+    data = jpeg(36, 24)
     flipped = [
-        (place, int(random.integers(1, 256))) for place in random.integers(0, len(data), 200)
+        (position, int(random.integers(1, 256))) for position in random.integers(0, len(data), 200)
     ]
     flips = [
-        data[:place] + bytes([data[place] ^ bits]) + data[place + 1 :] for place, bits in flipped
+        data[:position] + bytes([data[position] ^ bits]) + data[position + 1 :]
+        for position, bits in flipped
     ]
     for damaged in [*(data[:end] for end in range(0, len(data), 7)), *flips]:
-        quick = outcome(lambda data: Picture(data).whole().numpy(), damaged)
+        quick = outcome(lambda data: Picture(data).decode().numpy(), damaged)
         slow = outcome(lambda data: np.asarray(open_rgb(data)).transpose(2, 0, 1), damaged)
         assert type(quick) is type(slow) and (isinstance(quick, str) or np.array_equal(quick, slow))
         assert len(damaged) == len(data) or (quick == slow and isinstance(quick, str)), (
             "all that are cut off are broken"
         )
     bomb = bytearray(data)
-    place = bomb.index(b"\xff\xc0") + 5  # height and width of the frame
-    bomb[place : place + 4] = (20_000).to_bytes(2) * 2
+    position = bomb.index(b"\xff\xc0") + 5  # height and width of the frame
+    bomb[position : position + 4] = (20_000).to_bytes(2) * 2
     with pytest.raises(BrokenImage, match="more than 178956970 pixels"):
         Picture(bytes(bomb))

@@ -34,18 +34,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told(folder: Path) -> dict[str, str]:
-    return duplicates.rows(*sources.load(sources.Spec(str(folder), seed=0, val_share=0.2)))
+def describe(folder: Path) -> dict[str, str]:
+    return duplicates.describe_duplicates(
+        *sources.load(sources.Spec(str(folder), seed=0, val_share=0.2))
+    )
 
 
 def test_copies_and_other_sizes_are_named_by_their_parts(folder: Path) -> None:
-    train, val = folder / "train/cat", folder / "val/cat"
-    assert told(folder)["duplicates"] == "none"
+    train = folder / "train/cat"
+    val = folder / "val/cat"
+    assert describe(folder)["duplicates"] == "none"
     shutil.copy(train / "01.png", val / "copy.png")
     shutil.copy(train / "02.png", train / "copy.png")
     picture(4).resize((80, 60)).save(val / "small.jpg", quality=80)
     shutil.copy(val / "14.png", val / "again.png")
-    text = told(folder)["duplicates"]
+    text = describe(folder)["duplicates"]
     between = f"{train / '01.png'} ~ {val / 'copy.png'}, {train / '04.png'} ~ {val / 'small.jpg'}"
     assert text == (
         f"2 between train and val ({between}), 1 within train ({train / '02.png'} ~ "
@@ -54,8 +57,8 @@ def test_copies_and_other_sizes_are_named_by_their_parts(folder: Path) -> None:
 
 
 def test_a_limit_on_the_images_that_are_read_is_said(folder: Path, monkeypatch) -> None:
-    monkeypatch.setattr(duplicates, "LIMIT", 10)
-    assert told(folder)["duplicates"] == "none (of 10 of 20 images, which were looked at)"
+    monkeypatch.setattr(duplicates, "MAX_THUMBNAILS", 10)
+    assert describe(folder)["duplicates"] == "none (of 10 of 20 images, which were looked at)"
 
 
 def test_flat_pictures_are_duplicates_as_equal_files(folder: Path) -> None:
@@ -64,16 +67,15 @@ def test_flat_pictures_are_duplicates_as_equal_files(folder: Path) -> None:
             folder / f"train/cat/flat{number}.png"
         )
     broken = [
-        folder / place
-        for place in ("train/cat/broken.png", "train/dog/torn.png", "val/cat/none.png")
+        folder / name for name in ("train/cat/broken.png", "train/dog/torn.png", "val/cat/none.png")
     ]
     for path in broken:
         path.write_bytes(b"nothing")
-    rows = told(folder)
+    rows = describe(folder)
     assert rows["duplicates"] == "none (of 25 of 28 images, which were looked at)"
     equal = [folder / "train/cat/flat3.png", folder / "val/dog/flat.png"]
     shutil.copy(*equal)
-    assert told(folder)["duplicates"].startswith(
+    assert describe(folder)["duplicates"].startswith(
         f"1 between train and val ({equal[0]} ~ {equal[1]}) (of 26 of 29 "
     )
     reason = "not an image: empty, cut off in its header, or of an unknown format"

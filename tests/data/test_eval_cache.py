@@ -9,7 +9,7 @@ import torch
 from common.classification.batches import EvalDataset
 from common.classification.sources import Spec, load
 from common.data.cache import EVAL_MEMORY_SHARE, EvalCache
-from common.data.loader import evaluation_loader
+from common.data.loader import create_eval_loader
 from common.distributed import environment
 
 DATA_CONFIG = {"input_size": (3, 48, 48), "interpolation": "bilinear", "crop_pct": 0.9}
@@ -21,10 +21,10 @@ def test_images_are_decoded_once_and_stay_the_same(stripes, tmp_path, workers) -
     folder = shutil.copytree(stripes, tmp_path / "stripes")
     _, val = load(Spec(str(folder), seed=0, val_share=0.2))
     transforms = SimpleNamespace(data_config=DATA_CONFIG, normalize=None)
-    expected = [batch.images for batch in evaluation_loader(EvalDataset(val, transforms), 8, 0)]
+    expected = [batch.images for batch in create_eval_loader(EvalDataset(val, transforms), 8, 0)]
     dataset = EvalDataset(val, transforms)
     dataset.cache = EvalCache(num_ranks=1)
-    batches = evaluation_loader(dataset, 8, workers)
+    batches = create_eval_loader(dataset, 8, workers)
     for _ in range(3):
         actual = [batch.images.clone() for batch in batches]
         assert len(actual) == len(expected) > 2

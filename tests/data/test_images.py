@@ -28,7 +28,7 @@ def pixels(source) -> np.ndarray:
     """As evaluation and training show them."""
     image = open_rgb(source)
     assert image.mode == "RGB"
-    assert np.array_equal(Picture(source).whole().permute(1, 2, 0), image)
+    assert np.array_equal(Picture(source).decode().permute(1, 2, 0), image)
     return np.asarray(image)
 
 
@@ -128,7 +128,8 @@ def test_an_image_has_the_pixels_that_a_person_would_see(case: str) -> None:
 
 def test_rgb_comes_out_as_it_is_from_every_kind_of_source(tmp_path):
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8))
-    data, path = encoded(image), tmp_path / "image.png"
+    data = encoded(image)
+    path = tmp_path / "image.png"
     path.write_bytes(data)
     for source in (path, str(path), data, image):
         assert np.array_equal(pixels(source), np.asarray(image))
@@ -172,14 +173,16 @@ def scaled(values: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("byteorder", "<>")
 def test_a_tiff_of_any_number_type_is_read_by_its_tags(kind: str, byteorder: str) -> None:
-    random, dtype = np.random.default_rng(0), np.dtype(kind)
+    random = np.random.default_rng(0)
+    dtype = np.dtype(kind)
     if dtype.kind == "f":
         colours = random.random((24, 20, 3)).astype(kind)
     else:
         colours = random.integers(
             np.iinfo(kind).min, np.iinfo(kind).max, (24, 20, 3), dtype=kind, endpoint=True
         )
-    grey, beside = colours[..., 0], np.concatenate([colours, colours[..., :1]], axis=2)
+    grey = colours[..., 0]
+    beside = np.concatenate([colours, colours[..., :1]], axis=2)
     cases = {
         "grey": (tiff(grey, "minisblack", byteorder=byteorder), scaled(grey)[..., None]),
         "0 is white": (
@@ -258,7 +261,8 @@ def test_a_tiff_of_any_size_in_its_header_costs_no_memory() -> None:
 
 
 def test_large_text_and_profiles_of_a_png_cost_no_image() -> None:
-    image, text = Image.new("RGB", (6, 4), (10, 20, 30)), PngImagePlugin.PngInfo()
+    image = Image.new("RGB", (6, 4), (10, 20, 30))
+    text = PngImagePlugin.PngInfo()
     text.add_itxt("workflow", "[" + "7, " * 700_000 + "]", zip=True)
     text.add_text("notes", "x" * 2_000_000)
     for options in ({"pnginfo": text}, {"icc_profile": bytes(1_200_000)}):
@@ -284,7 +288,9 @@ STORED = {
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP", "JPEG"])
 def test_every_exif_orientation_comes_out_upright(kind):
     upright = np.zeros((16, 32, 3), np.uint8)
-    upright[:8, :16], upright[:8, 16:], upright[8:, :16] = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+    upright[:8, :16] = (255, 0, 0)
+    upright[:8, 16:] = (0, 255, 0)
+    upright[8:, :16] = (0, 0, 255)
     options = {"WEBP": {"lossless": True}, "JPEG": {"quality": 100, "subsampling": 0}}.get(kind, {})
     for orientation, transpose in STORED.items():
         image = Image.fromarray(upright).transpose(transpose)

@@ -68,10 +68,11 @@ def test_a_source_lives_in_workers(kind: str, tmp_path, monkeypatch) -> None:
             for index in range(count)
         )
         if task is annotated:
-            same &= np.array_equal(source.sample(3, 0).image.whole().permute(1, 2, 0), expected[3])
+            same &= np.array_equal(source.sample(3, 0).image.decode().permute(1, 2, 0), expected[3])
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
-    reachable, waiting = set(), [source]
+    reachable = set()
+    waiting = [source]
     while waiting:
         value = waiting.pop()
         if id(value) in reachable or isinstance(value, type | type(sys)) or callable(value):

@@ -14,11 +14,11 @@ def test_counts_of_two_readers_become_one_line_by_reason():
     notes.leave_out("smaller than 1 pixel", "a.jpg")
     notes.leave_out("smaller than 1 pixel", "b.jpg", 2)
     notes.leave_out("of a crowd", "c.jpg", 0)
-    other = Notes("boxes.json", "boxes")
-    other.leave_out("smaller than 1 pixel", "d.jpg")
-    other.change("are clipped at their image", "e.jpg", 5)
-    notes.merge(other)
-    assert notes.texts(total=400) == (
+    more_notes = Notes("boxes.json", "boxes")
+    more_notes.leave_out("smaller than 1 pixel", "d.jpg")
+    more_notes.change("are clipped at their image", "e.jpg", 5)
+    notes.merge(more_notes)
+    assert notes.format_lines(total=400) == (
         "400 boxes, left out: 4 (smaller than 1 pixel), first a.jpg",
         "5 of 400 boxes are clipped at their image, first e.jpg",
     )
@@ -30,10 +30,10 @@ def test_more_than_half_is_refused_with_the_cause(count, is_refused):
     notes = Notes("photos", "files")
     notes.leave_out("suffix .heic", "a.heic", count)
     if not is_refused:
-        assert notes.texts(total=10)
+        assert notes.format_lines(total=10)
         return
     with pytest.raises(
         Refused,
         match=r"photos: most of its 10 files would be left out: 6 \(suffix .heic\), .*; convert",
     ):
-        notes.texts(total=10, cause="convert them to JPEG")
+        notes.format_lines(total=10, cause="convert them to JPEG")

@@ -10,7 +10,7 @@ import pytest
 
 from common.data.duplicates import find_copies
 from common.data.source import Files
-from common.data.splits import held_out
+from common.data.splits import hold_out
 from common.errors import Refused
 from common.randomness import mix
 from tests.harness.drawings import picture
@@ -22,14 +22,14 @@ def test_groups_of_one_row_are_held_out_as_rows_are() -> None:
         strata = generator.integers(0, 4, 97)
         share = generator.choice([0.1, 0.25, 0.5, 0.9])
         numbers = mix(np.arange(97), seed)
-        rows = held_out(numbers, strata, share)
-        groups = held_out(numbers, strata, share, np.arange(97)[::-1])
+        rows = hold_out(numbers, strata, share)
+        groups = hold_out(numbers, strata, share, np.arange(97)[::-1])
         assert [part.tolist() for part in groups] == [part.tolist() for part in rows]
 
 
 def test_one_group_of_everything_is_refused() -> None:
     with pytest.raises(Refused, match="holds out none; raise it"):
-        held_out(mix(np.arange(9), 0), np.zeros(9, np.int64), 0.2, np.zeros(9, np.int64))
+        hold_out(mix(np.arange(9), 0), np.zeros(9, np.int64), 0.2, np.zeros(9, np.int64))
 
 
 def draw_objects(seed: int, num_rows: int = 300) -> np.ndarray:
@@ -50,18 +50,18 @@ def test_each_class_of_objects_keeps_its_share_and_rows_do(share: float) -> None
     for seed in range(20):
         objects = draw_objects(seed)
         numbers = mix(np.arange(300), seed)
-        _, out = held_out(numbers, objects, share)
+        _, out = hold_out(numbers, objects, share)
         assert len(out) == 300 * share
         totals = count_objects(objects, np.arange(300))
         is_rare = (totals > 0) & (totals < 30)
         assert is_rare.any()
         assert np.abs(count_objects(objects, out) - share * totals)[is_rare].max() <= 2
-        _, grouped = held_out(numbers, objects, share, np.arange(300)[::-1] // 3)
+        _, grouped = hold_out(numbers, objects, share, np.arange(300)[::-1] // 3)
         assert np.isin(grouped // 3 * 3, grouped).all() and abs(len(grouped) - 300 * share) <= 3
         # Of another order of the rows, and after one row more, it is the same but for a few.
-        _, turned = held_out(numbers[::-1], objects * [-1, 1] + [299, 0], share)
+        _, turned = hold_out(numbers[::-1], objects * [-1, 1] + [299, 0], share)
         assert sorted(299 - turned) == out.tolist()
-        _, longer = held_out(
+        _, longer = hold_out(
             mix(np.arange(301), seed), np.append(objects, [[300, 0]], axis=0), share
         )
         assert len(np.setxor1d(longer, out)) <= 30
@@ -71,7 +71,7 @@ def test_a_class_in_one_row_is_trained_on() -> None:
     objects = np.array([*([row, 0] for row in range(8)), [8, 1], [9, 2]])
     for seed in range(9):
         for share in (0.4, 0.8):
-            train, _ = held_out(mix(np.arange(10), seed), objects, share)
+            train, _ = hold_out(mix(np.arange(10), seed), objects, share)
             assert {8, 9} <= {*train.tolist()} and len(train) == 10 - 10 * share
 
 

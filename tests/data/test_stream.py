@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.data import stream as module
 from common.data.batch_plan import BatchPlan
-from common.data.stream import Stream, permutation
+from common.data.stream import Stream, permute
 from common.errors import Refused
 
 SEEDS = st.integers(0, 2**63)
@@ -30,19 +30,22 @@ SEEDS = st.integers(0, 2**63)
 def test_every_epoch_draws_every_sample_once_however_it_is_split(cut, size: int, seed: int) -> None:
     unit, world_size, more, limit = cut
     plan = BatchPlan((world_size + more) * unit, world_size, limit * unit, unit)
-    stream, start = Stream(size, plan.global_batch_size, seed), seed % 10**6
+    stream = Stream(size, plan.global_batch_size, seed)
+    start = seed % 10**6
     # Some batches straddle epochs, some hold several.
     steps = -(-3 * size // plan.global_batch_size) + 1
     spans = [
-        plan.span(rank, turn) for rank in range(plan.world_size) for turn in range(plan.micro_steps)
+        plan.get_span(rank, turn)
+        for rank in range(plan.world_size)
+        for turn in range(plan.micro_steps)
     ]
     positions = [
-        stream.positions(step, span) for step in range(start, start + steps) for span in spans
+        stream.get_positions(step, span) for step in range(start, start + steps) for span in spans
     ]
-    indices = np.concatenate([stream.indices(of_batch) for of_batch in positions])
+    indices = np.concatenate([stream.get_indices(of_batch) for of_batch in positions])
     first = start * plan.global_batch_size
     backwards = np.arange(first, first + len(indices))[::-1]
-    assert (indices[::-1] == stream.indices(backwards)).all(), (
+    assert (indices[::-1] == stream.get_indices(backwards)).all(), (
         "a position has its sample in whatever company"
     )
     to_epoch = -first % size
@@ -53,12 +56,10 @@ def test_every_epoch_draws_every_sample_once_however_it_is_split(cut, size: int,
 
 def test_the_permutation_is_a_bijection() -> None:
     for size in (*range(1, 100), 2**16 - 1, 2**16, 2**16 + 1, 99_991):
-        assert (
-            np.bincount(permutation(np.arange(size), size, 2**63, 7), minlength=size) == 1
-        ).all()
+        assert (np.bincount(permute(np.arange(size), size, 2**63, 7), minlength=size) == 1).all()
     for size in (10**9, 10**12, 2**62):  # it collides nowhere in a sample
         places = np.unique(np.random.default_rng(0).integers(0, size, 100_000))
-        indices = permutation(places, size, 0, 0)
+        indices = permute(places, size, 0, 0)
         assert (
             len(np.unique(indices)) == len(places) and 0 <= indices.min() and indices.max() < size
         )
@@ -74,7 +75,8 @@ def _chi_square(counts: np.ndarray, freedom: int) -> float:
 
 @pytest.mark.parametrize("size", [30_000, 65_536])
 def test_the_permutation_shows_no_order(size: int) -> None:
-    indices, places = permutation(np.arange(size), size, 5, 0), np.arange(size)
+    indices = permute(np.arange(size), size, 5, 0)
+    places = np.arange(size)
     # Where a sample comes to stand is unrelated to where it was.
     table, *_ = np.histogram2d(places, indices, bins=20)
     assert abs(_chi_square(table, 19 * 19)) < 4
@@ -83,17 +85,18 @@ def test_the_permutation_shows_no_order(size: int) -> None:
         steps = (indices[lag:] - indices[:-lag]) % size
         assert abs(_chi_square(np.histogram(steps, bins=50)[0], 49)) < 4.5
     # The next epoch is unrelated to this one.
-    table, *_ = np.histogram2d(indices, permutation(places, size, 5, 1), bins=20)
+    table, *_ = np.histogram2d(indices, permute(places, size, 5, 1), bins=20)
     assert abs(_chi_square(table, 19 * 19)) < 4
 
 
 @pytest.mark.smoke
 def test_the_first_batch_of_a_billion_samples_is_there_at_once() -> None:
     def first_batch() -> float:
-        module._round_keys.cache_clear()
+        module._derive_round_keys.cache_clear()
         began = time.perf_counter()
-        stream, plan = Stream(10**9, 4096 * 64, seed=0), BatchPlan(4096 * 64, 4096, 32)
-        stream.indices(stream.positions(123_456_789, plan.span(4095, 0)))
+        stream = Stream(10**9, 4096 * 64, seed=0)
+        plan = BatchPlan(4096 * 64, 4096, 32)
+        stream.get_indices(stream.get_positions(123_456_789, plan.get_span(4095, 0)))
         return time.perf_counter() - began
 
     # The shortest of some: that of a quiet machine.
@@ -112,11 +115,13 @@ def test_the_first_batch_of_a_billion_samples_is_there_at_once() -> None:
 def test_weighted_sampling_draws_each_sample_its_share_of_times(
     weights: list[float], seed: int, epoch: int
 ) -> None:
-    size, weights = len(weights), np.array(weights)
-    indices = Stream(size, 7, seed, weights=weights).indices(
+    size = len(weights)
+    weights = np.array(weights)
+    indices = Stream(size, 7, seed, weights=weights).get_indices(
         np.arange(epoch * size, (epoch + 1) * size)
     )
-    counts, expected = np.bincount(indices, minlength=size), size * weights / weights.sum()
+    counts = np.bincount(indices, minlength=size)
+    expected = size * weights / weights.sum()
     assert (np.floor(expected - 1e-9) <= counts).all() and (
         counts <= np.ceil(expected + 1e-9)
     ).all()
@@ -124,7 +129,7 @@ def test_weighted_sampling_draws_each_sample_its_share_of_times(
 
 def test_weighted_sampling_is_unbiased_and_in_no_order() -> None:
     weights = np.linspace(0.1, 3, 60)
-    indices = Stream(60, 8, 4, weights=weights).indices(np.arange(60 * 600)).reshape(600, 60)
+    indices = Stream(60, 8, 4, weights=weights).get_indices(np.arange(60 * 600)).reshape(600, 60)
     mean = np.stack([np.bincount(epoch, minlength=60) for epoch in indices]).mean(0)
     assert np.abs(mean - 60 * weights / weights.sum()).max() < 4.5 * 0.5 / 600**0.5
     table, *_ = np.histogram2d(
@@ -140,13 +145,15 @@ def test_repeats_stand_in_every_batch_apart_from_each_other(
     size: int, distinct: int, repeats: int, seed: int, step: int
 ):
     stream = Stream(size, distinct * repeats, seed, repeats)
-    copies = stream.indices(stream.positions(step, (0, distinct * repeats))).reshape(
+    copies = stream.get_indices(stream.get_positions(step, (0, distinct * repeats))).reshape(
         repeats, distinct
     )
     assert (copies == copies[0]).all()  # copies stand `distinct` positions apart, in whole rounds
     assert (
         copies[0]
-        == Stream(size, distinct, seed).indices(np.arange(step * distinct, (step + 1) * distinct))
+        == Stream(size, distinct, seed).get_indices(
+            np.arange(step * distinct, (step + 1) * distinct)
+        )
     ).all()
 
 
@@ -158,7 +165,7 @@ def test_an_epoch_ends_in_the_step_that_takes_its_last_sample(
     # Steps done by then.
     last_samples = {position // batch + 1 for position in range(size - 1, 200 * batch, size)}
     assert {step for step in range(1, 201) if stream.ends_epoch(step)} == last_samples
-    assert stream.epoch(size) == batch and stream.steps(float(epochs)) == ceil(
+    assert stream.count_epochs(size) == batch and stream.count_steps(float(epochs)) == ceil(
         Fraction(epochs) * size / batch
     )
 
@@ -175,19 +182,20 @@ def test_an_empty_set_and_a_batch_of_other_size_are_refused() -> None:
 
 
 def test_an_epoch_of_few_steps_counts_as_more() -> None:
-    plain, longer = Stream(20, 8, seed=3), Stream(20, 8, seed=3, min_epoch_steps=10)
+    plain = Stream(20, 8, seed=3)
+    longer = Stream(20, 8, seed=3, min_epoch_steps=10)
     assert (
-        [longer.steps(epochs) for epochs in (0.5, 1, 3)]
+        [longer.count_steps(epochs) for epochs in (0.5, 1, 3)]
         == [5, 10, 30]
-        != [plain.steps(e) for e in (0.5, 1, 3)]
+        != [plain.count_steps(e) for e in (0.5, 1, 3)]
     )
     assert [step for step in range(1, 31) if longer.ends_epoch(step)] == [10, 20, 30]
     assert (
         longer.extends_epochs
         and not plain.extends_epochs
-        and longer.epoch(10) == plain.epoch(10) == 4
+        and longer.count_epochs(10) == plain.count_epochs(10) == 4
     )
-    assert (longer.indices(np.arange(100)) == plain.indices(np.arange(100))).all()
+    assert (longer.get_indices(np.arange(100)) == plain.get_indices(np.arange(100))).all()
     much = Stream(1000, 8, seed=3, min_epoch_steps=10)
-    assert not much.extends_epochs and much.steps(1.5) == 188
+    assert not much.extends_epochs and much.count_steps(1.5) == 188
     assert [step for step in range(1, 300) if much.ends_epoch(step)] == [125, 250]

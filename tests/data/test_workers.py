@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from common.data import workers
-from common.data.loader import DeviceBatch, _loader
+from common.data.loader import DeviceBatch, _create_loader
 from common.errors import Refused
 from tests.harness.launching import ROOT
 from tests.harness.processes import data_workers
@@ -57,12 +57,12 @@ class Asked(Dataset):
     batch: Callable[[str, int], DeviceBatch]
     what: str = ""
 
-    def __getitems__(self, places: list[int]) -> DeviceBatch:
-        return self.batch(self.what, places[0])
+    def __getitems__(self, indices: list[int]) -> DeviceBatch:
+        return self.batch(self.what, indices[0])
 
 
 def begin(data: Asked):
-    batches = iter(_loader(data, [[number] for number in range(1000)], 1))
+    batches = iter(_create_loader(data, [[number] for number in range(1000)], 1))
     next(batches)
     return batches
 
@@ -110,7 +110,7 @@ def test_a_worker_keeps_no_socket_of_its_process():
             file.read()
         return Numbers(torch.zeros(1), f"{sum(is_socket)} of {number}")
 
-    assert [batch.text for batch in _loader(Asked(count), [[0], [1], [2]], 1)] == [
+    assert [batch.text for batch in _create_loader(Asked(count), [[0], [1], [2]], 1)] == [
         "1 of 0",
         "1 of 1",
         "1 of 2",
@@ -133,8 +133,9 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(monkeypatch):
     """Before Python 3.12 a child can inherit a lock of the interpreter without the thread that
     would release it.
     """
-    forks, parent = [], os.getpid()
-    monkeypatch.setattr(workers, "_UP_S", 1.0)
+    forks = []
+    parent = os.getpid()
+    monkeypatch.setattr(workers, "_START_TIMEOUT_S", 1.0)
 
     def hang() -> None:
         if os.getppid() == parent and len(forks) == 1:
@@ -143,7 +144,7 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(monkeypatch):
     os.register_at_fork(
         before=lambda: forks.append("one") if len(forks) < 2 else None, after_in_child=hang
     )
-    batches = _loader(Asked(lambda _, number: Numbers(torch.tensor(number))), [[0], [1]], 1)
+    batches = _create_loader(Asked(lambda _, number: Numbers(torch.tensor(number))), [[0], [1]], 1)
     assert [int(batch.numbers) for batch in batches] == [0, 1] and len(forks) == 2
 
 
@@ -178,7 +179,7 @@ def batch(_: str, number: int) -> Batch:
 
 def test_batches_come_out_as_they_went_in() -> None:
     loaders = [
-        _loader(Asked(batch), [[number] for number in range(start, start + 6)], 2)
+        _create_loader(Asked(batch), [[number] for number in range(start, start + 6)], 2)
         for start in (0, 100)
     ]
     kept = [batch for pair in zip(*loaders, strict=True) for batch in pair]
@@ -195,8 +196,9 @@ def test_nothing_stays_open_and_no_memory_has_a_name(monkeypatch, tmp_path) -> N
     """A worker that is killed could not remove them."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     others = {child.pid for child in data_workers()}
-    batches = iter(_loader(Asked(batch), [[number] for number in range(40)], 1))
-    kept, before = next(batches), len(os.listdir("/dev/fd"))
+    batches = iter(_create_loader(Asked(batch), [[number] for number in range(40)], 1))
+    kept = next(batches)
+    before = len(os.listdir("/dev/fd"))
     for _ in range(30):
         next(batches)
     assert len(os.listdir("/dev/fd")) <= before + 2
@@ -211,8 +213,8 @@ def test_a_worker_without_a_batch_is_not_started() -> None:
     the end of a run.
     """
     assert (
-        _loader(Asked(batch), [[0], [1]], 4).num_workers == 2
-        and _loader(Asked(batch), [], 4).num_workers == 0
+        _create_loader(Asked(batch), [[0], [1]], 4).num_workers == 2
+        and _create_loader(Asked(batch), [], 4).num_workers == 0
     )
 
 
@@ -223,4 +225,4 @@ def test_workers_that_cant_be_started_are_refused_in_one_line(monkeypatch) -> No
     with pytest.raises(
         Refused, match=r"^1 data workers can't be started \(Read-only file system\): .* /dev/shm"
     ):
-        iter(_loader(Asked(batch), [[0]], 1))
+        iter(_create_loader(Asked(batch), [[0]], 1))

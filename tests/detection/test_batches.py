@@ -77,7 +77,7 @@ def test_broken_images_and_partners_leave_the_canvas_as_it_is():
     assert dark.images.shape == whole.images.shape and not any(
         len(target["boxes"]) for target in dark.targets
     )
-    indices = samples.stream.indices(np.arange(6)).tolist()  # partners count in their own turn
+    indices = samples.stream.get_indices(np.arange(6)).tolist()  # partners count in their own turn
     assert [text.split(":")[0] for text in dark.broken] == [
         f"painted[{index}]" for index in indices
     ]

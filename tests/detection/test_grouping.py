@@ -21,7 +21,7 @@ def test_an_image_weighs_as_its_rarest_class():
     assert weights == pytest.approx([1, 1, rare[0], 1, rare[0], 1, 1, 1, rare[1], 1])
     assert repeat_weights(data, 0.0) is None
     drawn = (
-        np.bincount(Stream(10, 10, 0, weights=weights).indices(np.arange(4_000)), minlength=10)
+        np.bincount(Stream(10, 10, 0, weights=weights).get_indices(np.arange(4_000)), minlength=10)
         / 400
     )
     assert drawn == pytest.approx(10 * weights / weights.sum(), abs=0.1)
@@ -39,17 +39,17 @@ def aspects(count, seed=0):
 @pytest.mark.parametrize("size, window", [(1000, 16), (103, 4), (5, 3)])
 def test_each_epoch_holds_each_image_exactly_once(size, window):
     stream = GroupedStream(size, 8, 3, aspects=aspects(size), window=window)
-    drawn = stream.indices(np.arange(4 * size))
+    drawn = stream.get_indices(np.arange(4 * size))
     assert (np.sort(drawn.reshape(4, size), axis=1) == np.arange(size)).all()
     order = np.random.default_rng(0).permutation(4 * size)
-    assert (stream.indices(order) == drawn[order]).all()
-    assert stream.indices(np.array([10**12]))[0] in range(size)
+    assert (stream.get_indices(order) == drawn[order]).all()
+    assert stream.get_indices(np.array([10**12]))[0] in range(size)
 
 
 def test_steps_hold_similar_shapes_in_random_order():
     shapes = aspects(10_000)
     stream = GroupedStream(10_000, 16, 0, aspects=shapes, window=16)
-    mixed = {name: shapes[one.indices(np.arange(9_984))].reshape(-1, 16) for name, one in
+    mixed = {name: shapes[one.get_indices(np.arange(9_984))].reshape(-1, 16) for name, one in
              (("plain", Stream(10_000, 16, 0)), ("grouped", stream))}  # fmt: skip
     spread = {name: (np.ptp(of, axis=1) > 0.01).mean() for name, of in mixed.items()}
     assert spread["plain"] > 0.95 and spread["grouped"] < 0.25

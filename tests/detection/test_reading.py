@@ -11,9 +11,9 @@ from sklearn.datasets import load_sample_image
 
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
-from common.data.decoding import Picture, pixels_of
+from common.data.decoding import Picture, pil_to_tensor
 from common.data.images import BrokenImage, open_rgb
-from common.data.loader import Prefetcher, training_loader
+from common.data.loader import Prefetcher, create_train_loader
 from common.data.stream import Stream
 from common.detection.batches import EvalDataset, TrainDataset
 from common.detection.data import scenes
@@ -82,8 +82,10 @@ def samples_of(data, cache=None) -> TrainDataset:
 
 def batches(samples) -> list:
     """The batches of four steps on the CPU, and what was broken in them."""
-    feed = Prefetcher(training_loader(samples, BatchPlan(8, 1, 8), 0, 4, 0), torch.device("cpu"))
-    return [*[next(feed) for _ in range(4)], feed.take()[1]]
+    feed = Prefetcher(
+        create_train_loader(samples, BatchPlan(8, 1, 8), 0, 4, 0), torch.device("cpu")
+    )
+    return [*[next(feed) for _ in range(4)], feed.pop_stats()[1]]
 
 
 def pixels_off(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -102,7 +104,7 @@ def pixels_off(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 )
 def test_samples_are_those_of_decoding_everything(size, short_side, most, mean, edge) -> None:
     data = file(*size)
-    lazy, whole = Picture(data), Picture(pixels_of(open_rgb(data)))
+    lazy, whole = Picture(data), Picture(pil_to_tensor(open_rgb(data)))
     draws = np.random.default_rng(0)
     low = draws.random((6, 2)) * 0.7
     boxes = (
@@ -137,7 +139,7 @@ def test_every_file_is_upright_and_evaluated_in_full() -> None:
         image, result = open_rgb(content), shown([data.sample(index, 0)], index, FILL)
         assert image.size == tuple(data.sizes[index])
         width, height = result.image.shape[:0:-1]
-        expected = pixels_of(image.resize((width, height), Image.Resampling.BILINEAR))
+        expected = pil_to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))
         assert pixels_off(result.image, expected).mean() <= 3
         evaluated = evaluation.__getitems__(np.array([index])).images[0, :, :height, :width]
         assert pixels_off(evaluated, expected).max() <= 1
@@ -153,13 +155,15 @@ def test_a_broken_image_is_an_empty_scene_and_named() -> None:
     reasons = {}
     for index, name in enumerate(files):
         try:
-            source(files).sample(index, 0).image.whole()
+            source(files).sample(index, 0).image.decode()
         except BrokenImage as error:
             reasons[index] = f"{name}: {error}"
     assert [*reasons] == [8, 9] and not none
     stream, expected = Stream(len(files), 8, 5), []
     for step, (mine, theirs) in enumerate(zip(seen, whole, strict=True)):
-        for place, index in enumerate(stream.indices(stream.positions(step, (0, 8))).tolist()):
+        for place, index in enumerate(
+            stream.get_indices(stream.get_positions(step, (0, 8))).tolist()
+        ):
             if index in reasons:
                 expected.append(reasons[index])
                 target = mine.targets[place]

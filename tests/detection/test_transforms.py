@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.data.decoding import Picture, pixels_of
+from common.data.decoding import Picture, pil_to_tensor
 from common.detection.data.annotated import Sample
 from common.detection.transforms import BoxAugmentation
 from tests.harness.detections import extents
@@ -47,7 +47,7 @@ def painted(size, count, seed=0, crowd=()) -> Sample:
         pixels[top : top + span[1], left:right] = 60 + 40 * number
     crowds = np.isin(np.arange(count), crowd)
     return Sample(
-        Picture(pixels_of(pixels)), boxes, np.arange(count), crowds, masks, np.array(size)
+        Picture(pil_to_tensor(pixels)), boxes, np.arange(count), crowds, masks, np.array(size)
     )
 
 
@@ -142,7 +142,7 @@ def test_a_mosaic_shows_four_images_and_mixup_two():
     own, others = painted((100, 80), 1), [painted((70, 90), 1) for _ in range(4)]
     colours = [own, *others]
     for number, sample in enumerate(colours):
-        sample.labels[:], sample.image.whole()[:] = number, 50 + 30 * number
+        sample.labels[:], sample.image.decode()[:] = number, 50 + 30 * number
     result = [vary(build(mosaic=1.0), position, own, others) for position in range(20)]
     assert set().union(*(one.labels.tolist() for one in result)) == {0, 1, 2, 3}
     for one in result:

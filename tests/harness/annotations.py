@@ -27,7 +27,7 @@ def check_same(part: AnnotatedImages, other: AnnotatedImages):
             assert mine == its and type(mine) is type(its), field.name
     everything = np.arange(len(part))
     assert part.fingerprint == other.fingerprint == other.select(everything).fingerprint
-    assert other.random_numbers(7).tolist() == part.random_numbers(7).tolist()
+    assert other.hash_images(7).tolist() == part.hash_images(7).tolist()
 
 
 def picture(path: Path, size=(40, 30), box=None, orientation=1) -> Path:

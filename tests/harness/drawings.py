@@ -74,7 +74,7 @@ def draw_scenes(folder: Path) -> None:
         for number in range(count):
             width, height = 96 + 7 * number % 33, 96 + 11 * number % 31
             picture, boxes, labels, _, masks, _ = source.sample(number, number)
-            pixels = picture.whole().permute(1, 2, 0).numpy()
+            pixels = picture.decode().permute(1, 2, 0).numpy()
             inside = (
                 (boxes[:, 2:] <= (width, height)).all(1)
                 if number % 3

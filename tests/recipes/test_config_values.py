@@ -17,7 +17,7 @@ import torch
 
 from common.classification.augmentation import ColorJitter, Mixing
 from common.classification.transforms import EvalTransform, TrainingTransform
-from common.config.parsing import identity, parse, short_hash
+from common.config.parsing import compute_short_hash, get_identity, parse
 from common.data.batch_plan import BatchPlan
 from common.data.decoding import Picture
 from common.data.stream import Stream
@@ -87,15 +87,18 @@ def plan(config, model) -> None:
     if cut := one_line(
         BatchPlan, config.global_batch_size, 1, config.max_micro_batch_size, max(1, unit)
     ):
-        assert str(cut) and cut.span(0, cut.micro_steps - 1)[1] <= config.global_batch_size
+        assert str(cut) and cut.get_span(0, cut.micro_steps - 1)[1] <= config.global_batch_size
     if recipe is det:
         stream = one_line(build_stream, config, images)
     else:
         repeats = getattr(config, "repeats", 1)
-        stream = one_line(Stream.of, config, len(images), repeats=repeats)
+        stream = one_line(Stream.from_config, config, len(images), repeats=repeats)
     if stream and (schedule := one_line(build_schedule, config, stream)):
         steps = schedule.total_steps
-        assert math.isfinite(stream.epoch(steps)) and stream.positions(steps, (0, 1))[0] >= 0
+        assert (
+            math.isfinite(stream.count_epochs(steps))
+            and stream.get_positions(steps, (0, 1))[0] >= 0
+        )
         assert all(math.isfinite(schedule(step)) for step in (0, 1, steps // 2, max(0, steps - 1)))
     if recipe is det:
         detector = SimpleNamespace(
@@ -129,7 +132,7 @@ def plan(config, model) -> None:
             ).all()
         one_line(cls.class_weights, config.class_weights, LABELS, 3)
     one_line(build_optimizer, config, model)
-    assert len(short_hash(identity(config))) == 6
+    assert len(compute_short_hash(get_identity(config))) == 6
 
 
 def flag(field: dataclasses.Field, word: str) -> str:

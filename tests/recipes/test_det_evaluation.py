@@ -18,10 +18,10 @@ import pytest
 import torch
 from PIL import Image
 
-from common.config.fields import fields_with
-from common.config.origin import made_by
-from common.config.parsing import identity, parse
-from common.data.loader import evaluation_loader
+from common.config.fields import get_fields_with
+from common.config.origin import build_run_info
+from common.config.parsing import get_identity, parse
+from common.data.loader import create_eval_loader
 from common.detection.data import sources
 from common.detection.evaluation.metrics import Detections
 from common.detection.export import describe, export
@@ -113,7 +113,7 @@ class Case:
 
     def evaluate(self, most: int) -> tuple[dict, Detections]:
         dataset = recipe.EvalDataset(self.val, self.transforms)
-        loader = evaluation_loader(dataset, most, self.config.workers)
+        loader = create_eval_loader(dataset, most, self.config.workers)
         accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
         self.model.eval()
         evaluation = recipe.evaluate(
@@ -158,13 +158,13 @@ def test_the_limit_of_detections_follows_the_objects(tmp_path) -> None:
     ):
         flags = f"{FLAGS} --levels 3-5 --detector {flags} --data {tmp_path}"
         config = parse(recipe.Config, small(flags.split(), "det"))
-        fields = identity(config)
+        fields = get_identity(config)
         train, _ = recipe.build_data(config)
         model = recipe.build_model(config, train.classes, torch.device("cpu"))
         assert model.limit == limit and model.title.endswith(
             f", up to {limit} detections in an image"
         )
-        assert describe(model)["options"]["detections_per_img"] == limit and fields == identity(
+        assert describe(model)["options"]["detections_per_img"] == limit and fields == get_identity(
             config
         )
         transforms, best = (
@@ -180,7 +180,7 @@ def test_the_limit_of_detections_follows_the_objects(tmp_path) -> None:
             "identity": fields,
         }
         (best / "run.json").write_text(
-            json.dumps(made_by(record, fields_with(config, "is_recorded")))
+            json.dumps(build_run_info(record, get_fields_with(config, "is_recorded")))
         )
         evaluated = parse(recipe.Config, ["--eval_only", str(best)], "det")
         assert evaluated.max_detections == (120 if limit == 120 else 110)

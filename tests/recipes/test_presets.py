@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.config.parsing import parse, save
+from common.config.parsing import parse, save_config
 from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
 from tests.harness.outcomes import Outcome
@@ -59,7 +59,7 @@ def test_a_preset_is_a_configuration_for_usual_numbers_of_gpus(path, tmp_path) -
     config = parse(RECIPES[recipe_of(path)].Config, ["--config", str(path), "--data", "x"])
     given = yaml.safe_load(path.read_text()) | {"data": "x"}
     assert {name: type(value)(getattr(config, name)) for name, value in given.items()} == given
-    save(config, tmp_path / "config.yaml")
+    save_config(config, tmp_path / "config.yaml")
     assert parse(type(config), ["--config", str(tmp_path / "config.yaml")]) == config
 
     is_mixed = recipe_of(path) == "cls" and (config.mixup or config.cutmix)  # in pairs

@@ -14,7 +14,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from common.config.secrets import printable_name
+from common.config.secrets import redact_name
 from common.errors import Refused
 from common.shards import ranges
 from common.shards.names import expand, remove_signature
@@ -103,9 +103,9 @@ def test_refused_patterns(pattern, said, tmp_path):
 
 
 def test_printable_names():
-    assert printable_name("https://u:p@ss@h:1/a.tar?X-Sig=1#x") == "https://h:1/a.tar"
+    assert redact_name("https://u:p@ss@h:1/a.tar?X-Sig=1#x") == "https://h:1/a.tar"
     assert (
-        printable_name("s3://key:secret@b/a?.tar,/local/a@b?.tar\n")
+        redact_name("s3://key:secret@b/a?.tar,/local/a@b?.tar\n")
         == "s3://b/a?.tar,/local/a@b?.tar\\n"
     )
 

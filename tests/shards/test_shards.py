@@ -26,7 +26,7 @@ from PIL import Image
 
 from common.classification.sources import Spec, load
 from common.data import workers as loader_workers
-from common.data.loader import Prefetcher, evaluation_loader
+from common.data.loader import Prefetcher, create_eval_loader
 from common.data.stream import Blocks, Stream
 from common.detection.data.sources import Spec as BoxSpec
 from common.detection.data.sources import load as load_boxes
@@ -114,7 +114,7 @@ def test_names_of_any_length_and_labels_of_any_kind_are_read(tmp_path, kind):
         ("alone.cls", b"12"),
     )
     (tmp_path / "a.tar").write_bytes(tar_of(*members, kind=kind))
-    index = read(tmp_path / "a.tar", alone=True)[0]
+    index = read(tmp_path / "a.tar", is_eval_only=True)[0]
     assert [index.content(place) for place in range(3)] == [PIXEL, b"second", b"third"]
     assert index.classes == ("3", "12") and index.labels.tolist() == [0, 0, 1]
     assert index.notes == ("4 samples, left out: 1 (no image), first alone",)
@@ -201,7 +201,7 @@ def test_the_same_images_are_held_out_from_shards_as_from_files(files, server, t
 def test_parquet_at_a_url_has_the_images_of_the_files(files, server, tmp_path):
     write_parquet(files, tmp_path, "train")
     for folder in (f"file://{tmp_path}", f"{server.url}/parquet"):  # by fsspec, and over http
-        source = read(f"{folder}/train-{{000..002}}.parquet", alone=True)[0]
+        source = read(f"{folder}/train-{{000..002}}.parquet", is_eval_only=True)[0]
         assert [source.content(index) for index in range(349)] == [
             file.read_bytes() for file in in_order(files)
         ]
@@ -263,7 +263,7 @@ HOSTILE = {
 def test_hostile_tars_are_refused_by_a_line_with_the_shard(tmp_path, kind):
     content, text = HOSTILE[kind]
     (tmp_path / "a.tar").write_bytes(content)
-    said = refusal(tmp_path / "a.tar", alone=True)
+    said = refusal(tmp_path / "a.tar", is_eval_only=True)
     assert text in said and str(tmp_path / "a.tar") in said
     assert [file.name for file in tmp_path.rglob("*")] == ["a.tar"]
 
@@ -281,7 +281,7 @@ def test_a_json_for_boxes_that_is_no_object_is_refused(tmp_path, text):
 def test_tars_behind_tars_are_read_to_their_end(tmp_path):
     texts = [tar_of((f"{key}.cls", b" 1\n"), (f"{key}.png", PIXEL + key.encode())) for key in "abc"]
     (tmp_path / "a.tar").write_bytes(b"".join(texts))
-    source = read(tmp_path / "a.tar", alone=True)[0]
+    source = read(tmp_path / "a.tar", is_eval_only=True)[0]
     assert [source.content(place) for place in range(len(source))] == [
         PIXEL + b"a",
         PIXEL + b"b",
@@ -298,7 +298,7 @@ def test_links_sparse_files_and_devices_are_no_images(tmp_path):
     sparse = ("s.png", b"sparse", {"type": tarfile.GNUTYPE_SPARSE})
     good = [(name.replace("a", key), content) for key in "vwxyz" for name, content in GOOD]
     (tmp_path / "a.tar").write_bytes(tar_of(sparse, *members, *good))
-    source = read(tmp_path / "a.tar", alone=True)[0]
+    source = read(tmp_path / "a.tar", is_eval_only=True)[0]
     assert [source.content(place) for place in range(len(source))] == [PIXEL] * 5
     assert source.notes == ("9 samples, left out: 4 (no image), first l",)
     assert [file.name for file in tmp_path.iterdir()] == ["a.tar"]
@@ -341,13 +341,13 @@ def test_hostile_parquet_at_a_url_is_refused_in_one_line(server, kind):
     path = f"/{[*PARQUET].index(kind)}/a.parquet"
     server.files[path], text = PARQUET[kind]
     with bounded(), pytest.raises(Refused) as refused:
-        read(f"{server.url}{path}", alone=True)[0].content(0)
+        read(f"{server.url}{path}", is_eval_only=True)[0].content(0)
     assert text in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_labels_beyond_int64_are_read(server):
     server.files["/u.parquet"] = rows_of([PIXEL] * 2, pa.array([2**64 - 1, 7], pa.uint64()))
-    assert read(f"{server.url}/u.parquet", alone=True)[0].classes == ("7", str(2**64 - 1))
+    assert read(f"{server.url}/u.parquet", is_eval_only=True)[0].classes == ("7", str(2**64 - 1))
 
 
 @pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_LENGTH_BYTE_ARRAY"])
@@ -366,7 +366,7 @@ def test_images_that_parquet_repeats_are_kept_once(server, encoding):
     server.files["/a.parquet"] = parquet_of(
         table, compression="zstd", row_group_size=200, **options
     )
-    source = read(f"{server.url}/a.parquet", alone=True)[0]
+    source = read(f"{server.url}/a.parquet", is_eval_only=True)[0]
     (source,) = share_blocks([source], 20)
     assert source.cache.room < 2**21
     assert [source.content(index) for index in (0, 1, 198, 199)] == images * 2
@@ -421,14 +421,14 @@ def test_a_damaged_index_is_made_again(tmp_path, monkeypatch, damage):
             (f"{number}.png", PIXEL + b"%d" % number),
         ]
     (tmp_path / "a.tar").write_bytes(tar_of(*members))
-    before = read(tmp_path / "a.tar", alone=True)[0]
+    before = read(tmp_path / "a.tar", is_eval_only=True)[0]
     (kept,) = (tmp_path / "cache").iterdir()
     names = sorted(file.name for file in kept.iterdir())
     assert names == ["edges.npy", "entries", "facts.json", "labels.npy"]
     for name in names:
         DAMAGE[damage](kept / name)
         with bounded():
-            again = read(tmp_path / "a.tar", alone=True)[0]
+            again = read(tmp_path / "a.tar", is_eval_only=True)[0]
         assert (
             again.labels.tolist() == before.labels.tolist()
             and again.fingerprint == before.fingerprint
@@ -443,7 +443,7 @@ def test_an_index_of_shards_without_a_tag_is_not_kept(server, tmp_path, monkeypa
     for key in "ab":
         label = key.encode()
         server.files["/get.tar"] = tar_of(("a.cls", label), ("a.png", PIXEL))
-        assert read(f"{server.url}/get.tar", alone=True)[0].classes == (key,)
+        assert read(f"{server.url}/get.tar", is_eval_only=True)[0].classes == (key,)
     assert not [*tmp_path.iterdir()]
 
 
@@ -451,9 +451,9 @@ def test_without_room_for_the_index_a_run_has_no_cache(files, tmp_path, monkeypa
     write_tars(files, tmp_path / "tars", "train")
     with disk(tmp_path / "small", "4k") as small:
         monkeypatch.setenv(CACHE, str(small))
-        assert len(read(tmp_path / "tars", alone=True)[0]) == 349
+        assert len(read(tmp_path / "tars", is_eval_only=True)[0]) == 349
         monkeypatch.setattr(tempfile, "tempdir", str(small))
-        line = refusal(tmp_path / "tars", alone=True)
+        line = refusal(tmp_path / "tars", is_eval_only=True)
         assert not [*small.iterdir()]
     assert (
         f"the index of shards can't be written to {small}: No space left on device; make room there"
@@ -471,12 +471,12 @@ def test_an_archive_in_an_image_folder_makes_no_shards_of_it(tmp_path):
     (tmp_path / "shards/train").mkdir(parents=True)
     for name in ("a.tar", "b.tar", "._a.tar", "preview.png"):
         (tmp_path / "shards/train" / name).write_bytes(tar_of(("a.cls", name.encode()), GOOD[1]))
-    assert read(tmp_path / "shards", alone=True)[0].classes == ("a.tar", "b.tar")
+    assert read(tmp_path / "shards", is_eval_only=True)[0].classes == ("a.tar", "b.tar")
 
 
 def read_on_ranks(data: str, at_once: int) -> tuple[str, list[str]]:
     entries._AT_ONCE = at_once
-    source = read(data, alone=True)[0]
+    source = read(data, is_eval_only=True)[0]
     return source.fingerprint, [source.name(place) for place in range(0, len(source), 20)]
 
 
@@ -509,7 +509,8 @@ def test_a_start_with_an_index_of_a_billion_samples_is_quick(tmp_path):
     source = Shards(index.entries, index, labels=index.labels, classes=index.classes)
     assert len(source) == count and source.class_counts.sum() == count and source.fingerprint == "0"
     assert (
-        Stream(count, 256, 0, blocks=Blocks(index.edges, 300)).indices(np.arange(256)).max() < count
+        Stream(count, 256, 0, blocks=Blocks(index.edges, 300)).get_indices(np.arange(256)).max()
+        < count
     )
     assert time.process_time() - began < 2
 
@@ -524,11 +525,11 @@ def test_each_sample_comes_once_an_epoch_wherever_one_begins(batch, pool):
         size for count in COUNTS for size in [7] * (count // 7) + [count % 7] * (count % 7 > 0)
     ]
     stream = Stream(349, batch, 3, blocks=Blocks(np.cumsum([0, *sizes]), pool))
-    epochs = stream.indices(np.arange(3 * 349)).reshape(3, 349)
+    epochs = stream.get_indices(np.arange(3 * 349)).reshape(3, 349)
     assert (np.sort(epochs, 1) == np.arange(349)).all()
     assert (epochs[0] != epochs[1]).any() and (epochs[1] != epochs[2]).any()
     some = np.random.default_rng(0).integers(0, 3 * 349, 50)
-    assert np.array_equal(stream.indices(some), epochs.reshape(-1)[some])
+    assert np.array_equal(stream.get_indices(some), epochs.reshape(-1)[some])
 
 
 def test_few_blocks_are_in_use_and_a_machine_reads_its_own():
@@ -536,11 +537,11 @@ def test_few_blocks_are_in_use_and_a_machine_reads_its_own():
     order, count, batch = Blocks(np.cumsum([0, *sizes]), 256), int(sizes.sum()), 256
     samples = np.concatenate(
         [
-            order.order(np.arange(start, min(start + 2**16, count)), 0, 1, batch)
+            order.shuffle(np.arange(start, min(start + 2**16, count)), 0, 1, batch)
             for start in range(0, count, 2**16)
         ]
     )
-    of = order.of(samples)
+    of = order.find(samples)
     first, last = np.full(len(sizes), count), np.zeros(len(sizes), np.int64)
     np.minimum.at(first, of, np.arange(count))
     np.maximum.at(last, of, np.arange(count))
@@ -570,7 +571,7 @@ class Changed:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_shard_that_changes_ends_the_run_in_one_line(workers, monkeypatch):
-    batches = evaluation_loader(Changed(), 4, workers)
+    batches = create_eval_loader(Changed(), 4, workers)
     for wait in (
         lambda: next(iter(batches)),
         lambda: next(Prefetcher(batches, torch.device("cpu"))),
@@ -581,7 +582,7 @@ def test_a_shard_that_changes_ends_the_run_in_one_line(workers, monkeypatch):
     children = data_workers()
     # Not those of other tests.
     monkeypatch.setattr(multiprocessing, "active_children", lambda: children)
-    loader_workers.end()  # torch would wait for them
+    loader_workers.stop_workers()  # torch would wait for them
 
 
 def test_a_block_that_is_refused_may_be_read_later():
@@ -600,7 +601,7 @@ def read_steps(source, stream: Stream, worker: int, together, files: list[bytes]
     for step in range(worker, 45, 3):
         together.wait(60)
         here, later = (
-            stream.indices(np.arange(min(349, at * 8), min(349, at * 8 + 8)))
+            stream.get_indices(np.arange(min(349, at * 8), min(349, at * 8 + 8)))
             for at in (step, step + 3)
         )
         source.expect(here)
@@ -611,7 +612,7 @@ def read_steps(source, stream: Stream, worker: int, together, files: list[bytes]
 @pytest.mark.parametrize("slots, most", [(24, 1.1), (8, 1e9)])
 def test_data_workers_read_a_block_hardly_more_than_once(files, server, monkeypatch, slots, most):
     monkeypatch.setattr(shard_index, "_BLOCK", 2**13)
-    source = read(f"{server.url}/tars/train-{{000..002}}.tar", alone=True)[0]
+    source = read(f"{server.url}/tars/train-{{000..002}}.tar", is_eval_only=True)[0]
     count = len(source.blocks.edges) - 1
     (source,) = share_blocks([source], slots * source.index.block_bytes / 2**20)
     assert count > 60 and source.cache.slots == slots and source.blocks.pool == slots // 3
@@ -635,7 +636,7 @@ def test_data_workers_read_a_block_hardly_more_than_once(files, server, monkeypa
 
 def test_blocks_that_are_missing_together_come_in_few_answers(files, server, monkeypatch):
     monkeypatch.setattr(shard_index, "_BLOCK", 2**13)
-    source = read(f"{server.url}/tars/train-{{000..002}}.tar", alone=True)[0]
+    source = read(f"{server.url}/tars/train-{{000..002}}.tar", is_eval_only=True)[0]
     (source,) = share_blocks([source], 64)
     server.asked.clear()
     source.expect(np.arange(349))

@@ -125,7 +125,7 @@ def test_every_rate_is_above_zero_and_at_most_the_peak(kind: str) -> None:
     for total, warmup in itertools.product((1, 2, 7, 50), (0.0, 0.1, 1.0, 30.0)):
         values = compute_rates(total, schedule=kind, warmup_epochs=warmup, step_epochs="5")
         assert all(0 < value <= 1 for value in values)
-        rising = min(STREAM.steps(warmup), total)
+        rising = min(STREAM.count_steps(warmup), total)
         assert all(low < high for low, high in itertools.pairwise(values[:rising]))
         assert all(high >= low for high, low in itertools.pairwise(values[rising:]))
 

@@ -30,7 +30,7 @@ class Candidate:
     @property
     def split(self) -> str:
         """What the validation images are, for people."""
-        return splits.describe(self.trained.config.data, self.val)
+        return splits.describe_eval_data(self.trained.config.data, self.val)
 
     @property
     def metric(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from common.config.recipe_source import FOLDER, difference
+from common.config.recipe_source import FOLDER, diff_sources
 from common.errors import make_printable
 from common.files import MEDIUM, read_text
 from common.run import PastRun
@@ -87,7 +87,7 @@ def compare_sources(first: PastRun, second: PastRun) -> list[str] | None:
     second_source = _read_source(second)
     if not first_source or not second_source:
         return None
-    return difference(first_source, second_source)
+    return diff_sources(first_source, second_source)
 
 
 def list_results(runs: Sequence[PastRun]) -> list[Row]:

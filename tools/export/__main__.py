@@ -68,7 +68,7 @@ def load_task(model: str, flags: list[str], max_differing: int):
     from common.run import eval_only
     from tools.trained import load
 
-    trained = load(model, flags, reads_data=True)
+    trained = load(model, flags, reads_data=True, takes_segmenters=True)
     # What changes how a model computes, but not what, and can't be exported.
     names = [name for name in ("compile", "grad_checkpointing") if hasattr(trained.config, name)]
     config = dataclasses.replace(trained.config, **dict.fromkeys(names, False))
@@ -89,6 +89,10 @@ def load_task(model: str, flags: list[str], max_differing: int):
         from tools.export.detector import DetectorTask
 
         return DetectorTask(trained, val, accelerator)
+    if trained.is_segmenter:
+        from tools.export.segmenter import SegmenterTask
+
+        return SegmenterTask(trained, val, accelerator)
     from tools.export.classifier import ClassifierTask
 
     return ClassifierTask(trained, val, accelerator, max_differing)

@@ -57,7 +57,7 @@ class DetectorTask(Task):
         }
 
     def read_picture(self, index: int) -> np.ndarray:
-        return self.val.picture(index).whole().permute(1, 2, 0).numpy()
+        return self.val.picture(index).decode().permute(1, 2, 0).numpy()
 
     def predict(self) -> Iterator[dict]:
         self.trained_detections = Detections()

@@ -59,6 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--draw", type=Path, metavar="FOLDER", help="draw each image with its predictions"
     )
     parser.add_argument(
+        "--masks",
+        type=Path,
+        metavar="FOLDER",
+        help="segmentation: write a PNG of class ids for each image, with a palette",
+    )
+    parser.add_argument(
         "--top", type=int, metavar="K", help="the K best (default: the best class, all boxes)"
     )
     parser.add_argument(
@@ -91,7 +97,9 @@ def main(argv: list[str] | None = None) -> None:
 
     if args.data:
         flags += ["--data", args.data]
-    trained = load(args.model, flags)
+    trained = load(args.model, flags, takes_segmenters=True)
+    if args.masks and not trained.is_segmenter:
+        raise Refused(f"--masks {args.masks}: is for models of segmentation; leave it out")
     if args.images_of and Path(args.images_of).resolve() == Path(args.output).resolve():
         raise Refused(f"--output {args.output}: is the file of --images_of; name another")
     is_coco = args.format == "coco"
@@ -119,16 +127,15 @@ def predict(args: argparse.Namespace, trained, accelerator) -> None:
         if args.data:
             from common.shards import open_unlabelled
 
-            shards = open_unlabelled(trained.config, header_of if trained.is_detector else None)
+            needs_sizes = trained.is_detector or trained.is_segmenter
+            shards = open_unlabelled(trained.config, header_of if needs_sizes else None)
         with all_or_none("listing the images"):
             plan = make_plan(args, trained, shards) if is_main() else None
         plan = broadcast_object(plan)
         log(launch.describe_launch(accelerator, trained.config.dtype))
         for note in plan.pop("notes"):
             log(note)
-        form = build_format(
-            args.format, trained.is_detector, plan["image_ids"], plan["category_ids"]
-        )
+        form = build_format(args.format, trained.task, plan["image_ids"], plan["category_ids"])
         if output:
             output.start(form)
         write_rows(args, trained, accelerator, plan, shards, form, output)
@@ -148,21 +155,29 @@ def write_rows(
     from common.detection.data.annotated import no_boxes
     from common.distributed import broadcast_object, gather_to_main
     from tools.predict import images
+    from tools.predict.mask_rows import MaskRowBuilder
     from tools.predict.rows import RowBuilder
 
     files = shards or images.build_file_list(plan.pop("files"))
     is_multi_label = plan["multi_label"]
-    source: images.Images | images.Scenes
+    source: images.Images | images.Scenes | images.Unmasked
     if trained.is_detector:
         annotations = no_boxes(trained.classes, np.array(plan.pop("sizes")))
         source = images.Scenes(**annotations, files=files)
+    elif trained.is_segmenter:
+        source = images.Unmasked(trained.classes, files, sizes=np.array(plan.pop("sizes")))
     else:
         source = images.build_images(files, trained.classes, is_multi_label)
     top = args.top
     if top is None:
-        top = 0 if trained.is_detector or is_multi_label else 1
-    thresholds = np.array(plan["thresholds"], np.float32)
-    builder = RowBuilder(source, thresholds, top, is_multi_label)
+        top = 1 if trained.task == "classification" and not is_multi_label else 0
+    builder: MaskRowBuilder | RowBuilder
+    if trained.is_segmenter:
+        builder = MaskRowBuilder(source, top, masks=args.masks, overlays=args.draw)
+        args.draw = None  # drawn with the rows, which do not hold the pixels
+    else:
+        thresholds = np.array(plan["thresholds"], np.float32)
+        builder = RowBuilder(source, thresholds, top, is_multi_label)
     model, batches = trained.build(source, accelerator)
     # So that few rows wait for those before them.
     batches.loader.batch_sampler.sort(key=lambda indices: indices[0])

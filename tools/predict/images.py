@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from common.data.source import Source, path_of
+from common.data.cache import Cache
+from common.data.source import Source, join_path
 from common.detection.data.annotated import Annotated
 from common.detection.data.image_headers import headers_of_files, upright_sizes
+from common.segmentation.masks import IGNORED
+from common.segmentation.source import Masked, Pair
 
 if TYPE_CHECKING:
     from common.shards import Shards  # imported late: most images lie in files
@@ -26,7 +29,7 @@ class FileList:
     paths: pa.LargeBinaryArray
 
     def name(self, index: int) -> str:
-        return path_of("", self.paths, index)
+        return join_path("", self.paths, index)
 
     content = name
 
@@ -77,6 +80,27 @@ class Scenes(NamedByIndex, Annotated):
     """Images in which to detect, with their sizes from `read_sizes`."""
 
     files: "FileList | Shards" = field(kw_only=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Unmasked(NamedByIndex, Masked):
+    """Images whose pixels are to be classified, with their sizes from `read_sizes`."""
+
+    classes: tuple[str, ...]
+    files: "FileList | Shards"
+    sizes: np.ndarray  # int64[N, 2] width and height
+    notes = ()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def load_pair(self, index: int, position: int, cache: Cache | None = None) -> Pair:
+        return Pair(self.load_picture(index), self.load_mask(index))
+
+    def load_mask(self, index: int) -> np.ndarray:
+        """No label in any pixel."""
+        width, height = self.sizes[index].tolist()
+        return np.full((height, width), IGNORED, np.int16)
 
 
 def build_images(files: "FileList | Shards", classes: tuple[str, ...], multi_label: bool) -> Images:

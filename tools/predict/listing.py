@@ -27,7 +27,7 @@ def list_images(args: Sequence[str]) -> tuple[list[str], list[str]]:
     for arg in args:
         matches += _list_argument(arg, skipped)
     files = list(dict.fromkeys(matches))
-    notes = list(skipped.texts(len(matches) + skipped.num_left_out, UNREAD_ADVICE))
+    notes = list(skipped.format_lines(len(matches) + skipped.num_left_out, UNREAD_ADVICE))
     if not files:
         raise Refused("; ".join([f"{title}: no image is there", *notes]))
     num_repeated = len(matches) - len(files)

@@ -13,10 +13,15 @@ from common.errors import Refused
 _MAX_NAME = 100  # characters of an image's name that a picture's name keeps
 
 
+def name_picture(folder: Path, index: int, file: str) -> Path:
+    """`folder/000017_NAME.png`, for the image with this index and file."""
+    name = re.sub(r"[^\w.-]", "_", Path(file).stem)
+    return folder / f"{index:06d}_{name[:_MAX_NAME]}.png"
+
+
 def draw_predictions(folder: Path, index: int, source: Any, row: dict) -> None:
     """Write `folder/000017_NAME.png`, for the image with this index. Raises `Refused` if that fails."""
-    name = re.sub(r"[^\w.-]", "_", Path(row["file"]).stem)
-    path = folder / f"{index:06d}_{name[:_MAX_NAME]}.png"
+    path = name_picture(folder, index, row["file"])
     predictions = row["predictions"]
     try:
         image = source.image(index)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from common.config.origin import places_of, some
+from common.config.origin import find_indices, format_names
 from common.durable import make_folder
 from common.errors import Refused, describe_error
 from common.files import MEDIUM, read_text
@@ -41,6 +41,7 @@ def make_plan(args: argparse.Namespace, trained: TrainedModel, shards: "Shards |
             default = DETECTOR_THRESHOLD
         elif is_multi_label:
             default = MULTI_LABEL_THRESHOLD
+    needs_sizes = trained.is_detector or trained.is_segmenter
     thresholds, source = choose_thresholds(
         trained.origin.path, trained.classes, args.threshold, default
     )
@@ -58,14 +59,15 @@ def make_plan(args: argparse.Namespace, trained: TrainedModel, shards: "Shards |
                 f"{num_images - len(image_ids):,} of the {num_images:,} images of "
                 f"{args.images_of} are not predicted"
             )
-    if args.draw:
-        try:
-            make_folder(args.draw)
-        except OSError as error:
-            raise Refused(f"--draw {args.draw}: {error.strerror}; name another folder") from None
+    for flag, folder in (("draw", args.draw), ("masks", args.masks)):
+        if folder:
+            try:
+                make_folder(folder)
+            except OSError as error:
+                raise Refused(f"--{flag} {folder}: {error.strerror}; name another folder") from None
     return {
         "files": files,
-        "sizes": read_sizes(images).tolist() if trained.is_detector else [],
+        "sizes": read_sizes(images).tolist() if needs_sizes else [],
         "thresholds": thresholds.tolist(),
         "multi_label": is_multi_label,
         "image_ids": image_ids,
@@ -167,15 +169,15 @@ def match_categories(annotations: CocoIds, classes: Sequence[str]) -> dict[str, 
     names = list(annotations.categories)
     category_ids = {}
     missing = []
-    for class_name, index in zip(classes, places_of(classes, names), strict=True):
+    for class_name, index in zip(classes, find_indices(classes, names), strict=True):
         if index is None:
             missing.append(class_name)
         else:
             category_ids[class_name] = annotations.categories[names[index]]
     if missing:
         raise Refused(
-            f"--images_of {annotations.file}: has no category {some(missing)}, which the model "
-            f"knows; it has {some(names)}"
+            f"--images_of {annotations.file}: has no category {format_names(missing)}, which the model "
+            f"knows; it has {format_names(names)}"
         )
     return category_ids
 

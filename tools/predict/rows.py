@@ -136,7 +136,7 @@ def _build_coco_result(image_id: int, category_id: int, prediction: dict) -> dic
 
 
 def build_format(
-    name: str, is_detector: bool, image_ids: Sequence[int], category_ids: dict[str, int]
+    name: str, task: str, image_ids: Sequence[int], category_ids: dict[str, int]
 ) -> Format:
     """Build the format jsonl, csv or coco; ids of images by index, of classes by name."""
     if name == "coco":
@@ -151,8 +151,8 @@ def build_format(
 
         return Format(format_coco, head="[\n", separator=",\n", tail="\n]\n")
     if name == "csv":
-        columns = ["file", "class", "score"]
-        if is_detector:
+        columns = ["file", "class", "share" if task == "segmentation" else "score"]
+        if task == "detection":
             columns += [*_SIDES, "mask"]
         columns.append("error")
         head = ",".join(columns) + "\n"

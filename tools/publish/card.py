@@ -87,6 +87,10 @@ class PublishedModel:
         if newest:
             recorded = _read_json(newest)["best"]["files"]
             compare(self.best, recorded, besides=frozenset(os.listdir(self.best)))
+        if "mIoU" in self.results:
+            raise Refused(
+                f"{folder}: is a model for segmentation, which has no card yet; upload its best/"
+            )
         self.leading = next(name for name in _METRICS if name in self.results)
         self.step = int(run_info["step"])
         self.run = PastRun(folder)

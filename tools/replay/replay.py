@@ -96,7 +96,7 @@ class StepRecorder(Observer):
                 for corners, class_name in boxes:
                     row["boxes"].append({"label": class_name, "box": corners})
             rows.append(row)
-        if isinstance(output, torch.Tensor):  # logits [B, K]
+        if isinstance(output, torch.Tensor) and output.ndim == 2:  # logits [B, K]
             classes = self._train_set.source.classes
             for row, class_id in zip(rows, output.argmax(1).tolist(), strict=True):
                 row["predicted"] = classes[class_id]

@@ -12,7 +12,7 @@ from PIL import Image
 from common.data.cache import Cache
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
-from common.data.source import Files, ImageList, ModelClasses, fingerprint_of
+from common.data.source import Files, ImageList, ModelClasses, hash_source
 from common.data.stream import Blocks
 from common.detection.data.masks import Masks, decode
 
@@ -115,7 +115,7 @@ class Annotated(ImageList):
 
     def image(self, index: int) -> Image.Image:
         """The image, RGB and upright, of `sizes[index]`. Raises `images.BrokenImage`."""
-        return Image.fromarray(self.picture(index).whole().permute(1, 2, 0).numpy())
+        return Image.fromarray(self.picture(index).decode().permute(1, 2, 0).numpy())
 
     def picture(self, index: int) -> Picture:
         """The same image, decoded only where it is used. Raises `images.BrokenImage`."""
@@ -132,7 +132,7 @@ class Annotated(ImageList):
         """The training sample `index` at `position` of the stream. Raises `images.BrokenImage`."""
         rows = slice(self.offsets[index], self.offsets[index + 1])
         read = partial(self.picture, index)
-        picture = cache.picture(index, read) if cache else read()
+        picture = cache.get(index, read) if cache else read()
         masks = decode(self.rles(index), self.sizes[index]) if self.masks else None
         boxes, labels, crowd = (
             column[rows].copy() for column in (self.boxes, self.labels, self.crowd)
@@ -198,9 +198,7 @@ class AnnotatedImages(Annotated):
         contents = np.concatenate(
             [np.ascontiguousarray(column).reshape(-1).view(np.uint8) for column in columns]
         )
-        return fingerprint_of(
-            self.classes, self.labels, contents, getattr(self.images, "paths", None)
-        )
+        return hash_source(self.classes, self.labels, contents, getattr(self.images, "paths", None))
 
     def name(self, index: int) -> str:
         return self.images.name(index)
@@ -214,10 +212,10 @@ class AnnotatedImages(Annotated):
     def select(self, rows: np.ndarray) -> Self:
         return replace(super().select(rows), images=self.images.select(rows))
 
-    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
-        listing = self.images.listing()
+    def list_files(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
+        listing = self.images.list_files()
         return listing and (listing[0], self.byte_counts)
 
-    def random_numbers(self, key: int) -> np.ndarray:
+    def hash_images(self, key: int) -> np.ndarray:
         """uint64[N], each a function of its image's path or row and `key` alone."""
-        return self.images.random_numbers(key)
+        return self.images.hash_images(key)

@@ -81,8 +81,8 @@ class RawBoxes:
 
     def format_notes(self) -> tuple[str, ...]:
         """A line for each note. Raises `Refused` if most boxes would be left out."""
-        image_notes = self.image_notes.texts(len(self.images))
-        box_notes = self.box_notes.texts(len(self.boxes), "correct them")
+        image_notes = self.image_notes.format_lines(len(self.images))
+        box_notes = self.box_notes.format_lines(len(self.boxes), "correct them")
         return tuple(
             f"{self.title}: {note}"
             for note in (*self.notes, *image_notes, *box_notes, *self.file_notes)
@@ -261,7 +261,7 @@ def _fill_gaps(raw: RawBoxes, headers: np.ndarray) -> np.ndarray:
         return headers
     raw.note_images("can't be read", unreadable)
     if unreadable.mean() > _SUSPICIOUS:
-        count = raw.image_notes.texts(len(headers))[-1]
+        count = raw.image_notes.format_lines(len(headers))[-1]
         raise Refused(f"{raw.title}: {count}; mend them, or correct the paths")
     is_size = (raw.sizes > 0).all(axis=1) & (raw.sizes.prod(axis=1, dtype=np.float64) <= MAX_PIXELS)
     headers = np.where(unreadable[:, None], 1, headers)

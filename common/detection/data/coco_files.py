@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
-from common.data.splits import kind_of
+from common.data.splits import get_split_kind
 from common.detection.data.annotated import AnnotatedImages, image_files
 from common.detection.data.box_checks import RawBoxes, check_files, find_class_ids
 from common.detection.data.folders import Folder, refusing
@@ -68,7 +68,7 @@ def coco_files(root: Path) -> dict[str, Path]:
     train/annotations/instances.json.
     """
     files = _files_by_part(root, _PLACES, _PREFIX)
-    if any(map(kind_of, files)):
+    if any(map(get_split_kind, files)):
         return files
     return _files_by_part(root, _PLACES + _OTHER_PLACES, _DECORATION)
 

@@ -31,7 +31,7 @@ _OTHER_FORMATS = {
 
 @dataclass
 class Folder:
-    """A folder in a known format: named parts that can be read, see `common.data.data_spec.Parts`."""
+    """A folder in a known format: named parts that can be read, see `common.data.data_spec.DataSplits`."""
 
     what: object  # its `repr` names everything that the annotations depend on, besides the files
     labels: dict[str, str]  # name of each part -> how messages call it
@@ -103,4 +103,4 @@ def drop_repeated(title: str, listed: Sequence[str]) -> tuple[list[str], tuple[s
     if len(names) < len(listed):
         repeated, _ = Counter(listed).most_common(1)[0]
         lines.change("name an image again, which is read once", repeated, len(listed) - len(names))
-    return names, lines.texts(len(listed))
+    return names, lines.format_lines(len(listed))

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from common.data.decoding import size_of_usual
-from common.data.images import BrokenImage, check_size, faults_of_the_file, read_geometry
+from common.data.decoding import read_jpeg_size
+from common.data.images import BrokenImage, check_size, read_geometry, report_as_broken
 from common.detection.data.stamps import each_of
 from common.errors import Refused
 from common.files import OddFile, open_regular
@@ -42,7 +42,7 @@ def header_of(content: bytes) -> tuple[int, int, int, int]:
 
 def _header_of_file(path: bytes) -> tuple[int, int, int, int]:
     try:
-        with faults_of_the_file(), open_regular(path) as file:
+        with report_as_broken(), open_regular(path) as file:
             head, size = os.read(file.fileno(), _HEAD), os.fstat(file.fileno()).st_size
             return (*_stored(head, file), size)
     except BrokenImage as error:
@@ -51,7 +51,7 @@ def _header_of_file(path: bytes) -> tuple[int, int, int, int]:
 
 def _stored(head: bytes, file: BinaryIO) -> tuple[int, int, int]:
     """Width, height and orientation of an image that begins with `head`; width 0 if it can't be read."""
-    if size := size_of_usual(head):  # a JPEG without EXIF data, for which Pillow would take 90 µs
+    if size := read_jpeg_size(head):  # a JPEG without EXIF data, for which Pillow would take 90 µs
         return (*size[::-1], 1)
     try:
         with Image.open(file) as image:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.data import tables
-from common.data.data_spec import Parts
+from common.data.data_spec import DataSplits
 from common.data.tables import Split, Table
 from common.detection.data.annotated import AnnotatedImages
 from common.detection.data.box_checks import RawBoxes, check, find_class_ids
@@ -39,7 +39,7 @@ _FIELDS = {
 
 def object_parts(
     splits: Mapping[str, Split], spec: Any, shards: Mapping[str, Any] | None = None
-) -> Parts[AnnotatedImages]:
+) -> DataSplits[AnnotatedImages]:
     """The splits of a table; the first one decides on columns, format and classes. Raises `Refused`.
 
     With `shards`, the images of each split lie there, as `common.shards.Shards`, and there is no
@@ -50,7 +50,7 @@ def object_parts(
         chosen = [splits[name] for name in names]
         columns = []
         if shards is None:
-            columns.append(tables.find_image(chosen[0], spec.image_column))
+            columns.append(tables.find_image_column(chosen[0], spec.image_column))
         columns.append(find_objects(chosen[0], spec.objects_column))
         tables.require_columns(chosen, *columns)
         reader = _Reader(columns[-1], spec.box_format)
@@ -64,12 +64,12 @@ def object_parts(
             sources.append(reader.read(split, images, headers))
         return sources
 
-    return Parts(tables.part_labels(dict(splits)), read)
+    return DataSplits(tables.get_split_labels(dict(splits)), read)
 
 
 def find_objects(split: Split, named: str) -> str:
     likely = [name for name, kind in split.kinds.items() if _fields_of(kind)]
-    known = tables.listed(split.kinds)
+    known = tables.format_names(split.kinds)
     if named and named not in likely:
         problem = "holds no boxes with classes" if named in split.kinds else "is no column"
         raise Refused(
@@ -80,7 +80,7 @@ def find_objects(split: Split, named: str) -> str:
         advice = "a file with a row for each box is not read: write COCO's JSON from it"
         raise Refused(f"--data {split.data}: {problem} ({known}); {advice}")
     if not named and len(likely) != 1:
-        several = f"{tables.listed(likely)} could each hold the boxes"
+        several = f"{tables.format_names(likely)} could each hold the boxes"
         problem = several if likely else "no column with boxes and their classes found"
         raise Refused(
             f"--data {split.data}: {problem}; name it with --objects_column NAME ({known})"
@@ -112,7 +112,7 @@ class _Reader:
         `Refused`.
         """
         title = f"--data {split.title}"
-        rows, columns = _list_objects(title, split.cells(self.column))
+        rows, columns = _list_objects(title, split.read_cells(self.column))
         labels = tables.clean_labels(columns["labels"])
         values = self._choose_classes(split, labels)
         if (
@@ -150,7 +150,7 @@ class _Reader:
         the first one.
         """
         given = _class_names(split.features[self.column])
-        names, values = tables.vocabulary(labels, given)
+        names, values = tables.find_classes(labels, given)
         if self.class_values is None:
             self.class_names = names
             self.class_values = values
@@ -164,7 +164,7 @@ class _Reader:
 
 def _read_images(split: Split, image: str) -> tuple[Any, np.ndarray]:
     """The images of a split, and int64[N, 4] as `image_headers` reads them."""
-    column = split.images(image)
+    column = split.select_images(image)
     contents, paths = tables.read_contents(column)
     if contents is None:
         headers = headers_of_files(
@@ -185,7 +185,7 @@ def _read_sizes(split: Split) -> np.ndarray:
     if not {"width", "height"} <= split.kinds.keys():
         return np.zeros((len(split), 2), np.int64)
     return np.stack(
-        [_to_numbers(split.cells(side), pa.int64(), 0) for side in ("width", "height")], axis=1
+        [_to_numbers(split.read_cells(side), pa.int64(), 0) for side in ("width", "height")], axis=1
     )
 
 
@@ -230,7 +230,7 @@ def _to_numbers(column: pa.Array | None, kind: pa.DataType, missing: float) -> A
 def _read_image_ids(split: Split) -> Any:
     """The column image_id, if it holds distinct numbers; else none."""
     if "image_id" in split.kinds:
-        ids = split.cells("image_id")
+        ids = split.read_cells("image_id")
         if (
             pa.types.is_integer(ids.type)
             and not ids.null_count

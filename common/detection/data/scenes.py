@@ -10,7 +10,7 @@ from PIL import Image
 from common.data.cache import Cache
 from common.data.decoding import Picture
 from common.data.digits import Digits, load_digits
-from common.data.source import fingerprint_of
+from common.data.source import hash_source
 from common.detection.data.annotated import Annotated, Sample, no_boxes
 from common.detection.data.masks import encode
 from common.randomness import key_of
@@ -94,7 +94,7 @@ class Scenes(Annotated):
     @cached_property
     def fingerprint(self) -> str:
         kind = (_RECIPE, "fresh", "") if self.fresh else (_RECIPE, "fixed", str(len(self)))
-        return fingerprint_of(self.classes + kind, self.digits, self.pixels)
+        return hash_source(self.classes + kind, self.digits, self.pixels)
 
 
 def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:

@@ -5,8 +5,8 @@ that lie elsewhere.
 from dataclasses import replace
 from typing import Any
 
-from common.config.secrets import printable_name
-from common.data.data_spec import Parts
+from common.config.secrets import redact_name
+from common.data.data_spec import DataSplits
 from common.data.tables import Split
 from common.detection.data.annotated import AnnotatedImages
 from common.detection.data.image_headers import header_of
@@ -14,7 +14,7 @@ from common.detection.data.object_tables import BESIDE, find_objects, object_par
 from common.shards import KeptColumns, open_sources
 
 
-def open_parts(spec: Any) -> Parts[AnnotatedImages]:
+def open_parts(spec: Any) -> DataSplits[AnnotatedImages]:
     """The parts of the shards that `spec.data` names. A collective. Raises `Refused`."""
     import datasets
 
@@ -24,7 +24,7 @@ def open_parts(spec: Any) -> Parts[AnnotatedImages]:
     splits = {}
     for name, source in images.items():
         rows = datasets.Dataset(datasets.table.InMemoryTable(source.index.rows))
-        splits[name] = Split(printable_name(spec.data), name, rows)
+        splits[name] = Split(redact_name(spec.data), name, rows)
     parts = object_parts(splits, spec, images)
     return replace(parts, labels=labels)
 

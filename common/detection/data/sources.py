@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from common.config.origin import Origin
-from common.config.parsing import nearest_path
+from common.config.parsing import suggest_path
 from common.data import data_spec, splits
-from common.data.data_spec import DataSpec, Given, Parts
+from common.data.data_spec import DataSpec, DataSplits, LoadedSplits
 from common.data.huggingface import open_table
-from common.data.splits import kind_of
+from common.data.splits import get_split_kind
 from common.detection.class_map import parse_class_map
 from common.detection.data import annotation_cache, scenes
 from common.detection.data.annotated import Annotated, AnnotatedImages
@@ -43,7 +43,7 @@ def load_data(config: Any, weights: Origin | None = None) -> tuple[Annotated, An
     With the `weights` of --eval_only, both are the images to evaluate them on: the first has the
     model's classes, the second the data's, matched by name.
     """
-    train, val = load(Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
+    train, val = load(Spec.from_config(config, weights, masks=config.detector == "mask_rcnn"))
     if weights is None:
         return train, val
     return data_spec.match_classes(
@@ -56,7 +56,7 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
 
     If the data has no part to validate on, `val_share` of the images is held out, with that share
     of the boxes of each class; `seed` and the image's path or row decide among equals. With
-    `spec.alone`, both are the part to evaluate a trained model on, with the classes that are found
+    `spec.is_eval_only`, both are the part to evaluate a trained model on, with the classes that are found
     there. Raises `Refused`.
     """
     if spec.box_format and spec.box_format not in BOX_FORMATS:
@@ -66,9 +66,9 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
     if spec.is_sharded():
         sources = _load_shards(spec)
     else:
-        with data_spec.reading(spec.data):
+        with data_spec.guard_reading(spec.data):
             sources = _load_files(spec)
-    return data_spec.same_everywhere(sources)
+    return data_spec.check_train_and_val(sources)
 
 
 def _load_shards(spec: Spec) -> tuple[AnnotatedImages, ...]:
@@ -78,9 +78,9 @@ def _load_shards(spec: Spec) -> tuple[AnnotatedImages, ...]:
     from common.shards import share_blocks
 
     parts = open_parts(spec)
-    with data_spec.reading(spec.data):
+    with data_spec.guard_reading(spec.data):
         sources = _sources(spec, parts)
-    if spec.alone:  # images to evaluate are read one by one, in the order of their sizes
+    if spec.is_eval_only:  # images to evaluate are read one by one, in the order of their sizes
         return sources
     (images,) = share_blocks([sources[0].images], spec.shard_memory)
     return (replace(sources[0], images=images),) + sources[1:]
@@ -91,27 +91,27 @@ def _load_files(spec: Spec) -> tuple[Annotated, ...]:
     if spec.data == "digits":
         spec.refuse_columns()
         train, val = scenes.load(spec.seed, spec.masks)
-        return _sources(spec, Given({"train": train, "val": val}))
+        return _sources(spec, LoadedSplits({"train": train, "val": val}))
     table = open_table(spec.data)
     if table:
         return _sources(spec, object_parts(table, spec))
     return _load_folder(spec)
 
 
-def _sources(spec: Spec, parts: Parts[A]) -> tuple[A, ...]:
+def _sources(spec: Spec, parts: DataSplits[A]) -> tuple[A, ...]:
     """The parts that are used; one of them divided, if there is none to evaluate on."""
-    pieces = spec.pieces(parts.labels)
-    undivided = data_spec.read(parts, pieces)
+    subsets = spec.choose_subsets(parts.labels)
+    undivided = data_spec.read_splits(parts, subsets)
     if spec.masks and not all(source.has_masks for source in undivided.values()):
         raise Refused(
             f"--data {spec.data}: its objects are boxes without outlines, and masks are learnt "
             "from digits or a folder in COCO's format with segmentations; give one, or choose a "
             "detector of boxes"
         )
-    found = spec.divide(parts.labels, pieces, undivided)
-    for piece, source in zip(pieces, found, strict=True):
-        if piece.side != splits.WHOLE and not len(source.boxes):
-            name = "evaluate on" if piece.side == splits.HELD_OUT else "train on"
+    found = spec.divide(parts.labels, subsets, undivided)
+    for subset, source in zip(subsets, found, strict=True):
+        if subset.side != splits.WHOLE and not len(source.boxes):
+            name = "evaluate on" if subset.side == splits.HELD_OUT else "train on"
             raise Refused(
                 f"--val_share {spec.val_share}: none of the {len(source)} images to {name} has a "
                 "box; choose another"
@@ -130,20 +130,20 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
         raise Refused(
             f"--data {spec.data}: {describe_unread(path)}; expected digits, a folder with "
             "train.json (COCO), JPEGImages/ (Pascal VOC), or data.yaml or labels/ (YOLO), or a "
-            f"Hugging Face data set with a column of objects{nearest_path(path)}"
+            f"Hugging Face data set with a column of objects{suggest_path(path)}"
         )
     spec.refuse_columns()
-    pieces = spec.pieces(folder.labels)
+    subsets = spec.choose_subsets(folder.labels)
     held_out = (
         (spec.seed, spec.val_share, spec.group_column)
-        if any(piece.side != splits.WHOLE for piece in pieces)
+        if any(subset.side != splits.WHOLE for subset in subsets)
         else None
     )
-    what = folder.what, spec.masks, pieces, held_out
-    file = annotation_cache.file_of(what, folder.origins[pieces[0].name])
+    what = folder.what, spec.masks, subsets, held_out
+    file = annotation_cache.file_of(what, folder.origins[subsets[0].name])
     if file and (cached := annotation_cache.load(file)):
         return cached
-    parts = _sources(spec, Parts(folder.labels, folder.read))
+    parts = _sources(spec, DataSplits(folder.labels, folder.read))
     pa.default_memory_pool().release_unused()  # gigabytes, of COCO's annotations
     if file:
         annotation_cache.keep(file, parts, folder.stamps)
@@ -155,7 +155,7 @@ def _find(path: Path, masks: bool) -> Folder | None:
         root = path.parent.parent if path.parent.name == "annotations" else path.parent
         return coco_folder(root, {"train": path}, masks)
     files = coco_files(path)
-    kinds = [*map(kind_of, files)]
+    kinds = [*map(get_split_kind, files)]
     if not any(kind.startswith("train") for kind in kinds):
         for find_folder in (voc_folder, yolo_folder, xml_folder):
             folder = find_folder(path)
@@ -163,4 +163,4 @@ def _find(path: Path, masks: bool) -> Folder | None:
                 return folder
     if len(files) == 1 and not any(kinds):
         files = dict.fromkeys(["train"], *files.values())
-    return coco_folder(path, files, masks) if any(map(kind_of, files)) else None
+    return coco_folder(path, files, masks) if any(map(get_split_kind, files)) else None

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from common.data.notes import Notes
 from common.data.source import encode_paths
-from common.data.splits import kind_of
+from common.data.splits import get_split_kind
 from common.detection.data.annotated import AnnotatedImages, image_files
 from common.detection.data.box_checks import RawBoxes, check_files, find_class_ids
 from common.detection.data.folders import (
@@ -61,10 +61,12 @@ def voc_folder(root: Path) -> Folder | None:
         return None
     files = sorted((root / "ImageSets/Main").glob("*.txt"))
     parts = {file.stem: _Part(*folders, file) for file in files}
-    if not any(map(kind_of, parts)):
+    if not any(map(get_split_kind, parts)):
         return _make_folder(root, {"train": _Part(*folders)})
     for name in list(parts):
-        is_of_one_class = not kind_of(name) and kind_of(name.rpartition("_")[2])  # aeroplane_train
+        is_of_one_class = not get_split_kind(name) and get_split_kind(
+            name.rpartition("_")[2]
+        )  # aeroplane_train
         if is_of_one_class:
             del parts[name]
     return _make_folder(root, parts)
@@ -75,7 +77,7 @@ def xml_folder(root: Path) -> Folder | None:
 
     The parts are train/, val/, ... or else there is one, which is `root`.
     """
-    folders = [folder for folder in sorted(root.glob("*/")) if kind_of(folder.name)]
+    folders = [folder for folder in sorted(root.glob("*/")) if get_split_kind(folder.name)]
     parts = {folder.name: _find_xml(folder) for folder in folders}
     if not any(parts.values()):
         parts = {"train": _find_xml(root)}
@@ -173,7 +175,7 @@ def _note_unlabelled(title: str, image_names: dict[str, str], stems: set[str]) -
         notes.leave_out(
             "no XML file has their name", image_names[unlabelled[0]], count=len(unlabelled)
         )
-    return notes.texts(len(image_names))
+    return notes.format_lines(len(image_names))
 
 
 def _to_boxes(objects: list[_Object]) -> np.ndarray:

@@ -19,7 +19,7 @@ import numpy as np
 
 from common.data.notes import Notes
 from common.data.source import encode_paths
-from common.data.splits import kind_of
+from common.data.splits import get_split_kind
 from common.detection.data.annotated import AnnotatedImages, image_files
 from common.detection.data.box_checks import RawBoxes, check_files
 from common.detection.data.folders import (
@@ -102,7 +102,7 @@ def _part_folders(root: Path) -> dict[str, list[Path]]:
     ):
         folders = [folder for folder in sorted(root.glob(pattern)) if not is_junk(folder.name)]
         parts = {folder.relative_to(root).parts[level]: [folder] for folder in folders}
-        if any(map(kind_of, parts)) and any(map(has_labels, folders)):
+        if any(map(get_split_kind, parts)) and any(map(has_labels, folders)):
             return parts
     if _has_labels(root / "images"):
         return {"train": [root / "images"]}
@@ -147,7 +147,7 @@ def _load_description(file: Path) -> dict:
 
 def _described(root: Path, file: Path) -> _Yolo | None:
     content = _load_description(file)
-    keys = [key for key in content if kind_of(key) and str(content[key]) not in _NULLS]
+    keys = [key for key in content if get_split_kind(key) and str(content[key]) not in _NULLS]
     if not keys and "names" not in content:
         return None
     if not keys:
@@ -168,7 +168,7 @@ def _described(root: Path, file: Path) -> _Yolo | None:
     for key in keys:
         entries = content[key] if isinstance(content[key], list) else [content[key]]
         # Many test parts are published without images.
-        with suppress(Refused) if kind_of(key) == "test" else nullcontext():
+        with suppress(Refused) if get_split_kind(key) == "test" else nullcontext():
             parts[key] = [_place(file, root, starts, key, str(entry)) for entry in entries]
     return _Yolo(root, str(file), parts, class_names, "kpt_shape" in content)
 
@@ -280,7 +280,7 @@ def _match_labels(
     if unread:
         notes[1].leave_out("no image that can be read has their name", unread[0], len(unread))
     num_labels = len(images) - len(unlabelled) + len(unread)
-    lines = notes[0].texts(len(images)) + notes[1].texts(num_labels, _ADVICE)
+    lines = notes[0].format_lines(len(images)) + notes[1].format_lines(num_labels, _ADVICE)
     if min(len(unread), len(unlabelled)) > _MAX_UNMATCHED * len(images):
         raise Refused(f"{title}: {'; '.join(lines)}; {_ADVICE}")
     return existing, lines

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from common.config.fields import whole_numbers
+from common.config.fields import split_integers
 from common.errors import Refused
 
 
@@ -39,7 +39,7 @@ class DetectorSpec:
     @classmethod
     def from_config(cls, config: Any, class_names: Sequence[str]) -> Self:
         """The detector that `config` describes, for data with these classes. Raises `Refused`."""
-        levels = whole_numbers(config.levels, "-")
+        levels = split_integers(config.levels, "-")
         if not levels or len(levels) != 2:
             raise Refused(
                 f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7"

@@ -23,7 +23,7 @@ from torch import Tensor
 from common.checkpoints.store import READ_ERRORS
 from common.config import origin
 from common.config.origin import RUN_FILE, Origin
-from common.config.parsing import nearest_path
+from common.config.parsing import suggest_path
 from common.detection.models.detectors import build_detector
 from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
 from common.detection.models.spec import DetectorSpec
@@ -63,7 +63,7 @@ def read_origin(source: str, recorded: Sequence[str] = ()) -> Origin:
     if is_export or (folder / RUN_FILE).is_file():
         folder_origin = origin.read_origin(source, recorded)
         is_classifier = bool(folder_origin.config.get("model"))  # a folder of timm
-        if folder_origin.run or folder_origin.is_alone or is_classifier:
+        if folder_origin.run or folder_origin.is_state_dict or is_classifier:
             return folder_origin
         return replace(folder_origin, config={"data": ""} | read_settings(source))
     weights = read_weights(source, load_tensors=False)
@@ -74,11 +74,11 @@ def read_origin(source: str, recorded: Sequence[str] = ()) -> Origin:
         class_names = weights.row_names[weights.has_background :]
     return Origin(
         path=source,
-        is_alone=False,
+        is_state_dict=False,
         run={},
         config=config,
         classes=class_names,
-        count=None,  # checked when the weights are loaded
+        num_classes=None,  # checked when the weights are loaded
     )
 
 
@@ -112,7 +112,7 @@ def _read_source(source: str, path: Path, load_tensors: bool) -> Weights:
         (".pt", ".safetensors")
     ):
         return _read_transformers(source, load_tensors)
-    raise Refused(f"{source}: nothing is there{nearest_path(path)}; there are {_SUPPORTED}")
+    raise Refused(f"{source}: nothing is there{suggest_path(path)}; there are {_SUPPORTED}")
 
 
 def _read_torchvision(source: str, load_tensors: bool) -> Weights:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchvision.models import get_model_builder, get_model_weights
 
-from common.config.parsing import nearest
+from common.config.parsing import suggest_names
 from common.detection.weights.weights import Weights
 from common.errors import Refused
 
@@ -67,7 +67,7 @@ def parse_name(source: str) -> str:
         return name
     problem = "no detector of torchvision that a family of --detector matches"
     sources = ", ".join(PREFIX + name for name in SETTINGS)
-    raise Refused(f"{source}: {problem}{nearest(name, SETTINGS)}; there are {sources}")
+    raise Refused(f"{source}: {problem}{suggest_names(name, SETTINGS)}; there are {sources}")
 
 
 def describe_published(name: str) -> Weights:

@@ -14,7 +14,7 @@ def same(one, other) -> bool:
 
 def shown(sample):
     """As `Scenes.scene` gives it."""
-    return sample.image.whole().permute(1, 2, 0).numpy(), sample.boxes, sample.labels
+    return sample.image.decode().permute(1, 2, 0).numpy(), sample.boxes, sample.labels
 
 
 @pytest.mark.smoke

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.data.data_spec import data_rows
+from common.data.data_spec import describe_data
 from common.data.images import BrokenImage, open_rgb
 from common.detection.data import coco_files
 from common.detection.data.sources import Spec, load
@@ -215,7 +215,7 @@ def test_each_class_of_boxes_keeps_its_share(tmp_path, processes):
     boxes = [annotation(n, [1, 1, 5, 5], 3) for n in ids]
     boxes += [annotation(n, [2, i, 5, 5], 7) for n in range(0, 200, 3) for i in range(1 + n % 4)]
     images = part(coco(tmp_path, ids=ids, annotations=boxes), "all")
-    order = np.argsort(images.random_numbers(key_of(0, "held out"))).tolist()
+    order = np.argsort(images.hash_images(key_of(0, "held out"))).tolist()
     rare = order[40 : 40 + sum(NUM_RARE)]
     boxes.append(annotation(order[0], [3, 3, 9, 9], 91, iscrowd=1))
     class_ids = np.repeat([91, 92], NUM_RARE).tolist()
@@ -229,13 +229,13 @@ def test_each_class_of_boxes_keeps_its_share(tmp_path, processes):
     assert len(held_out) == 40 and counts["cat"] == 40
     assert abs(counts["dog"] - 0.2 * sum(box["category_id"] == 7 for box in boxes)) <= 1
     assert (counts["lynx"], counts["owl"]) == (1, 0)
-    rows = data_rows("here", *read(tmp_path, val_share=0.2))
+    rows = describe_data("here", *read(tmp_path, val_share=0.2))
     assert rows["not evaluated"] == "owl: no boxes to evaluate"
     assert processes.run(count_held_out, tmp_path, ranks=2) == [(counts, held_out)] * 2
 
     coco(tmp_path, "val", range(3), [annotation(0, [1, 1, 5, 5], 7)], categories)
     assert (
-        data_rows("here", *read(tmp_path))["not evaluated"]
+        describe_data("here", *read(tmp_path))["not evaluated"]
         == "cat, lynx, owl: no boxes to evaluate"
     )
 
@@ -780,13 +780,17 @@ def test_a_part_is_evaluated_alone_in_every_format(tmp_path):
         for split, count in zip(("", "test"), counts, strict=True):
             for held_out in (False, True):
                 if (name, held_out) != ("table", True):
-                    assert len(part(tmp_path / name, split, held_out=held_out)) == count, (
+                    assert len(part(tmp_path / name, split, is_training_data=held_out)) == count, (
                         name,
                         split,
                     )
             if split or name != "table":
                 assert len(read(tmp_path / name, split=split)[1]) == count
-    assert len(part(tmp_path / "table", held_out=True)) == len(read(tmp_path / "table")[1]) == 1
+    assert (
+        len(part(tmp_path / "table", is_training_data=True))
+        == len(read(tmp_path / "table")[1])
+        == 1
+    )
     assert part(tmp_path / "yolo", "test").part == "images/Test"
     with pytest.raises(
         Refused, match=r"--split more: --data .* has no such part; there is Valid, test, train"
@@ -803,7 +807,10 @@ def test_the_folder_of_a_part_has_the_names_beside_it(tmp_path):
         ("cat", "dog", "bird"),
     )
     (tmp_path / "test").rename(tmp_path / "mine")
-    assert len(part(tmp_path / "mine")) == 3 and len(part(tmp_path / "mine", held_out=True)) == 1
+    assert (
+        len(part(tmp_path / "mine")) == 3
+        and len(part(tmp_path / "mine", is_training_data=True)) == 1
+    )
     parts = {"train": "../train/images", "val": "../valid/images", "test": "../test/images"}
     root = yolo(tmp_path / "yolo", content=parts | {"names": ["owl", "tit"]})
     for name, folder in (("train", "train"), ("valid", "val")):
@@ -822,11 +829,15 @@ def test_the_folder_of_a_part_has_the_names_beside_it(tmp_path):
 def test_data_without_parts_are_evaluated_whole(tmp_path):
     root = coco(tmp_path, ids=range(8), annotations=[annotation(n, [1, 2, 3, 4]) for n in range(8)])
     assert [len(part(root, split)) for split in ("", "all", "val")] == [8, 8, 2]
-    assert [len(part(root, split, held_out=True)) for split in ("", "all", "train")] == [2, 8, 6]
-    assert part(root, held_out=True).image_ids.tolist() == read(root)[1].image_ids.tolist()
+    assert [len(part(root, split, is_training_data=True)) for split in ("", "all", "train")] == [
+        2,
+        8,
+        6,
+    ]
+    assert part(root, is_training_data=True).image_ids.tolist() == read(root)[1].image_ids.tolist()
     assert part("digits").fingerprint == read("digits")[1].fingerprint
 
 
 def part(data, split="", seed=0, val_share=0.25, **options):
-    source, _ = load(Spec(str(data), seed, val_share, split, alone=True, **options))
+    source, _ = load(Spec(str(data), seed, val_share, split, is_eval_only=True, **options))
     return source

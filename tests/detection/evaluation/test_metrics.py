@@ -197,9 +197,9 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
     coco(
         tmp_path, "val", (), annotations, named, change=lambda content: content.update(images=sizes)
     )
-    source = load(Spec(str(tmp_path), seed=0, val_share=0.25, alone=True, masks=True))[1].select(
-        np.arange(IMAGES)
-    )
+    source = load(Spec(str(tmp_path), seed=0, val_share=0.25, is_eval_only=True, masks=True))[
+        1
+    ].select(np.arange(IMAGES))
     detections = Detections()
     detections.update(range(IMAGES), found)
     results = detections.results(source)
