@@ -35,7 +35,7 @@ from table import Row, compare, run_script, take_turns
 from torch.utils.data import DataLoader
 
 from common.classification import TrainDataset, sources
-from common.classification.transforms import TrainingTransform, crop
+from common.classification.transforms import TrainingTransform, draw_crop
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.decoding import Picture
@@ -97,7 +97,9 @@ def decode_with_spdl(path: str):
     crops, flips and resizes.
     """
     packets = spdl.io.demux_image(path)
-    top, left, height, width = crop(packets.codec.height, packets.codec.width, CONFIG.crop_scale)
+    top, left, height, width = draw_crop(
+        packets.codec.height, packets.codec.width, CONFIG.crop_scale
+    )
     halvings = min(3, max(0, int(math.log2(min(height, width) / (2 * SIZE)))))
     filters = f"crop={width >> halvings}:{height >> halvings}:{left >> halvings}:{top >> halvings}"
     if random.random() < CONFIG.hflip:

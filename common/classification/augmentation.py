@@ -15,9 +15,13 @@ from common.errors import Refused
 from common.randomness import key_of, uniforms
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's and torchvision's grey
-_AREA, _RATIO = (0.02, 0.33), (0.3, 3.3)  # of an erased rectangle: share, height to width
-_TRIES = 10  # to draw a rectangle that fits
-_OUTSIDE, _TOP, _BOTTOM, _LEFT, _RIGHT, _TARGET = range(6)  # columns of a row of `Mixing.sample`
+# Of an erased rectangle.
+_MIN_AREA = 0.02  # share of the image
+_MAX_AREA = 0.33
+_MIN_RATIO = 0.3  # height to width
+_MAX_RATIO = 3.3
+_NUM_TRIES = 10  # to draw a rectangle that fits
+_OUTSIDE, _TOP, _BOTTOM, _LEFT, _RIGHT, _TARGET = range(6)  # columns of `Mixing.sample`
 
 
 class Augmentation:
@@ -35,20 +39,19 @@ class Augmentation:
         return np.zeros((len(positions), 0), np.float32)
 
     def apply(
-        self, images: torch.Tensor, targets: torch.Tensor, draws: torch.Tensor
+        self, images: torch.Tensor, targets: torch.Tensor, random_params: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Images [B, 3, H, W] and targets [B, K] after this augmentation, in the type of the run (`--dtype`).
 
-        `draws` is what `sample` returned. Pixels are 0..255 before `Normalize` in the list and
+        `random_params` are what `sample` returned. Pixels are 0..255 before `Normalize` in the list and
         normalised after it. No sample may depend on other samples, except in its `unit`.
         """
         raise NotImplementedError
 
     def __getstate__(self) -> dict:
         """A worker that is not forked gets no tensors, which may be in the memory of a GPU."""
-        return {
-            name: value for name, value in vars(self).items() if not isinstance(value, torch.Tensor)
-        }
+        state = vars(self)
+        return {name: state[name] for name in state if not isinstance(state[name], torch.Tensor)}
 
 
 class Normalize(Augmentation):
@@ -61,10 +64,10 @@ class Normalize(Augmentation):
         device: torch.device,
         channels_last: bool = False,
     ):
-        self._mean, self._std = (
-            255 * torch.tensor(data_config[key], device=device, dtype=dtype)[:, None, None]
-            for key in ("mean", "std")
-        )
+        mean = torch.tensor(data_config["mean"], device=device, dtype=dtype)
+        std = torch.tensor(data_config["std"], device=device, dtype=dtype)
+        self._mean = 255 * mean[:, None, None]
+        self._std = 255 * std[:, None, None]
         self.dtype = dtype
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
 
@@ -75,13 +78,10 @@ class Normalize(Augmentation):
                 f"images have {images.shape[1]} channels, the model takes {len(self._mean)}: "
                 "build it with their in_chans, as docs/change_it.md does"
             )
-        return (
-            images.to(self.dtype, memory_format=self._layout, copy=True)
-            .sub_(self._mean)
-            .div_(self._std)
-        )
+        images = images.to(self.dtype, memory_format=self._layout, copy=True)
+        return images.sub_(self._mean).div_(self._std)
 
-    def apply(self, images, targets, draws):
+    def apply(self, images, targets, random_params):
         return self(images), targets
 
 
@@ -97,29 +97,30 @@ class ColorJitter(Augmentation):
 
     def sample(self, positions: np.ndarray) -> np.ndarray:
         """float32[B, 3]: brightness, contrast and saturation within 1 +- `strength`, not below 0."""
-        low, high = max(0.0, 1 - self.strength), 1 + self.strength
-        names = ("brightness", "contrast", "saturation")
-        shares = np.stack(
-            [uniforms(positions, key_of(self.seed, "colours", name)) for name in names], 1
-        )
-        return (low + (high - low) * shares).astype(np.float32)
+        low = max(0.0, 1 - self.strength)
+        high = 1 + self.strength
+        columns = []
+        for name in ("brightness", "contrast", "saturation"):
+            columns.append(uniforms(positions, key_of(self.seed, "colours", name)))
+        return (low + (high - low) * np.stack(columns, axis=1)).astype(np.float32)
 
-    def apply(self, images, targets, draws):
-        brightness, contrast, saturation = draws.to(images.dtype)[:, :, None, None, None].unbind(1)
+    def apply(self, images, targets, random_params):
+        factors = random_params.to(images.dtype)[:, :, None, None, None]
+        brightness, contrast, saturation = factors.unbind(1)
         # Filled on the device: the host would wait for a copy of torch.tensor.
         luma = torch.stack([images.new_full((1, 1), weight) for weight in _LUMA])
         images = (images * brightness).clamp(0, 255)
-        grey = (images * luma).sum(1, keepdim=True).mean((2, 3), keepdim=True)
-        images = torch.lerp(grey, images, contrast).clamp(0, 255)
-        return torch.lerp((images * luma).sum(1, keepdim=True), images, saturation).clamp(
-            0, 255
-        ), targets
+        mean_grey = (images * luma).sum(1, keepdim=True).mean((2, 3), keepdim=True)
+        images = torch.lerp(mean_grey, images, contrast).clamp(0, 255)
+        grey = (images * luma).sum(1, keepdim=True)
+        images = torch.lerp(grey, images, saturation).clamp(0, 255)
+        return images, targets
 
 
 class RandomErasing(Augmentation):
     """Replaces a rectangle of an image by noise with `probability`. It stands after `Normalize`.
 
-    All show parts of one table of normal noise, [3, H, W], from a pixel of their own on.
+    The noise of each image begins at a random pixel of one table of normal noise, [3, H, W].
     Source: Zhong et al., "Random Erasing Data Augmentation", 2017.
     """
 
@@ -131,53 +132,71 @@ class RandomErasing(Augmentation):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.seed, self.probability, self.size = seed, probability, size
+        self.seed = seed
+        self.probability = probability
+        self.size = size
         generator = torch.Generator().manual_seed(key_of(seed, "erasing") & 0x7FFFFFFFFFFFFFFF)
-        self.noise = torch.randn(3, *size, generator=generator, dtype=torch.float32).to(
-            device, dtype
-        )
+        noise = torch.randn(3, *size, generator=generator, dtype=torch.float32)
+        self.noise = noise.to(device, dtype)
 
     def sample(self, positions: np.ndarray) -> np.ndarray:
         """float32[B, 6]: top, bottom, left and right, all 0 for none; row and column where noise begins."""
         height, width = self.size
-        area = (
-            height
-            * width
-            * (_AREA[0] + (_AREA[1] - _AREA[0]) * self._uniforms(positions, "area", _TRIES))
-        )
-        ratio = _RATIO[0] * (_RATIO[1] / _RATIO[0]) ** self._uniforms(positions, "ratio", _TRIES)
-        heights, widths = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+        heights, widths = self._draw_sizes(positions)
         fits = (heights < height) & (widths < width)
-        first = np.arange(len(positions)), fits.argmax(1)  # the first try that fits
-        struck = (self._uniforms(positions, "whether")[:, 0] < self.probability) & fits.any(1)
-        rows = np.zeros((len(positions), 6), np.float32)
-        for place, name, sides, room in ((0, "top", heights, height), (2, "left", widths, width)):
-            side = sides[first]
-            rows[:, place] = (
-                np.floor(self._uniforms(positions, name)[:, 0] * (room - side + 1)) * struck
-            )
-            rows[:, place + 1] = (rows[:, place] + side) * struck
-        begins = np.hstack([self._uniforms(positions, name) for name in ("down", "across")])
-        rows[:, 4:] = np.floor(begins * self.size)
-        return rows
+        first_fit = (np.arange(len(positions)), fits.argmax(1))
+        is_drawn = self._draw(positions, "whether")[:, 0] < self.probability
+        is_erased = is_drawn & fits.any(1)
+        params = np.zeros((len(positions), 6), np.float32)
+        params[:, 0:2] = self._draw_edges(positions, "top", heights[first_fit], height, is_erased)
+        params[:, 2:4] = self._draw_edges(positions, "left", widths[first_fit], width, is_erased)
+        params[:, 4] = np.floor(self._draw(positions, "down")[:, 0] * height)
+        params[:, 5] = np.floor(self._draw(positions, "across")[:, 0] * width)
+        return params
 
-    def _uniforms(self, positions: np.ndarray, name: str, count: int = 1) -> np.ndarray:
-        """`count` numbers for each position: float64[B, count]."""
-        return uniforms(
-            positions[:, None] * count + np.arange(count), key_of(self.seed, "erasing", name)
-        )
+    def _draw_sizes(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Heights and widths in pixels of several tries: float64[B, tries] each."""
+        height, width = self.size
+        share = _MIN_AREA + (_MAX_AREA - _MIN_AREA) * self._draw(positions, "area", _NUM_TRIES)
+        area = height * width * share
+        exponent = self._draw(positions, "ratio", _NUM_TRIES)
+        ratio = _MIN_RATIO * (_MAX_RATIO / _MIN_RATIO) ** exponent
+        return np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
 
-    def apply(self, images, targets, draws):
+    def _draw_edges(
+        self,
+        positions: np.ndarray,
+        name: str,
+        side: np.ndarray,
+        image_side: int,
+        is_erased: np.ndarray,
+    ) -> np.ndarray:
+        """float32[B, 2]: first and last edge on an axis of rectangles with `side` [B]; 0 for none."""
+        start = np.floor(self._draw(positions, name)[:, 0] * (image_side - side + 1)) * is_erased
+        start = start.astype(np.float32)
+        end = (start + side) * is_erased
+        return np.stack([start, end], axis=1)
+
+    def _draw(self, positions: np.ndarray, name: str, num_draws: int = 1) -> np.ndarray:
+        """Uniform random numbers for each position: float64[B, num_draws]."""
+        x = positions[:, None] * num_draws + np.arange(num_draws)
+        return uniforms(x, key_of(self.seed, "erasing", name))
+
+    def apply(self, images, targets, random_params):
         # [B, 1] each.
-        top, bottom, left, right, down, across = draws.to(torch.int64)[:, :, None].unbind(1)
+        edges = random_params.to(torch.int64)[:, :, None].unbind(1)
+        top, bottom, left, right, noise_row, noise_column = edges
         height, width = images.shape[2:]
-        y, x = torch.arange(height, device=images.device), torch.arange(width, device=images.device)
-        rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)  # [B, H], [B, W]
-        outside = ~(rows[:, :, None] & columns[:, None, :])[:, None]  # [B, 1, H, W]
-        # [3, B, H, W]
-        noise = self.noise[:, ((y + down) % height)[:, :, None], ((x + across) % width)[:, None, :]]
+        y = torch.arange(height, device=images.device)
+        x = torch.arange(width, device=images.device)
+        in_rows = (y >= top) & (y < bottom)  # [B, H]
+        in_columns = (x >= left) & (x < right)  # [B, W]
+        is_outside = ~(in_rows[:, :, None] & in_columns[:, None, :])[:, None]  # [B, 1, H, W]
+        rows = ((y + noise_row) % height)[:, :, None]
+        columns = ((x + noise_column) % width)[:, None, :]
+        noise = self.noise[:, rows, columns].transpose(0, 1)  # [B, 3, H, W]
         # In the memory format of `images`
-        return torch.where(outside, images, noise.transpose(0, 1)), targets
+        return torch.where(is_outside, images, noise), targets
 
 
 @dataclass
@@ -198,44 +217,56 @@ class Mixing(Augmentation):
     def sample(self, positions: np.ndarray) -> np.ndarray:
         """For each pair of `positions` (whole pairs): float32[B / 2, 6].
 
-        The weight of an image's own pixels outside a box, the box (top, bottom, left, right) that
-        shows the partner's, and the weight of its own target.
+        The weight of an image's pixels outside a box, the box (top, bottom, left, right) that shows
+        the partner's, and the weight of the image's target.
         """
         from scipy.special import betaincinv  # takes 0.1 s to import, which only runs that mix need
 
-        pairs, (height, width) = positions[::2] // 2, self.size
-        choice, quantile, y, x = (
-            uniforms(pairs, key_of(self.seed, "mixing", name))
-            for name in ("choice", "share", "y", "x")
-        )
-        cut = choice < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))
-        alpha = np.where(cut, self.cutmix, self.mixup)
-        share = betaincinv(alpha, alpha, quantile)  # Beta(alpha, alpha) by inversion
+        pairs = positions[::2] // 2
+        height, width = self.size
+        cutmix_share = float(self.cutmix > 0)
+        if self.mixup and self.cutmix:
+            cutmix_share = 0.5
+        is_cutmix = self._draw(pairs, "choice") < cutmix_share
+        alpha = np.where(is_cutmix, self.cutmix, self.mixup)
+        # Beta(alpha, alpha) by inversion
+        share = betaincinv(alpha, alpha, self._draw(pairs, "share"))
         half = np.sqrt(1 - share) / 2
-        rows = np.zeros((len(pairs), 6), np.float32)
-        rows[:, _OUTSIDE] = np.where(cut, 1, share)
-        for first, last, centre, side in ((_TOP, _BOTTOM, y, height), (_LEFT, _RIGHT, x, width)):
-            rows[:, first] = cut * np.floor(np.clip(centre - half, 0, 1) * side)
-            rows[:, last] = cut * np.floor(np.clip(centre + half, 0, 1) * side)
-        area = (rows[:, _BOTTOM] - rows[:, _TOP]) * (rows[:, _RIGHT] - rows[:, _LEFT])
-        rows[:, _TARGET] = np.where(cut, 1 - area / np.float32(height * width), share)
-        return rows
+        y = self._draw(pairs, "y")
+        x = self._draw(pairs, "x")
+        params = np.zeros((len(pairs), 6), np.float32)
+        params[:, _OUTSIDE] = np.where(is_cutmix, 1, share)
+        params[:, _TOP] = is_cutmix * np.floor(np.clip(y - half, 0, 1) * height)
+        params[:, _BOTTOM] = is_cutmix * np.floor(np.clip(y + half, 0, 1) * height)
+        params[:, _LEFT] = is_cutmix * np.floor(np.clip(x - half, 0, 1) * width)
+        params[:, _RIGHT] = is_cutmix * np.floor(np.clip(x + half, 0, 1) * width)
+        box_heights = params[:, _BOTTOM] - params[:, _TOP]
+        box_widths = params[:, _RIGHT] - params[:, _LEFT]
+        box_share = box_heights * box_widths / np.float32(height * width)
+        params[:, _TARGET] = np.where(is_cutmix, 1 - box_share, share)
+        return params
 
-    def apply(self, images, targets, draws):
-        rows = draws.to(images.dtype).repeat_interleave(2, dim=0)[:, :, None, None]  # [B, 6, 1, 1]
+    def _draw(self, pairs: np.ndarray, name: str) -> np.ndarray:
+        return uniforms(pairs, key_of(self.seed, "mixing", name))
+
+    def apply(self, images, targets, random_params):
+        params = random_params.to(images.dtype).repeat_interleave(2, dim=0)
+        params = params[:, :, None, None]  # [B, 6, 1, 1]
         y = torch.arange(images.shape[2], device=images.device)[:, None]
         x = torch.arange(images.shape[3], device=images.device)[None, :]
-        in_rows = (y >= rows[:, _TOP]) & (y < rows[:, _BOTTOM])  # [B, H, 1]
-        in_columns = (x >= rows[:, _LEFT]) & (x < rows[:, _RIGHT])  # [B, 1, W]
-        # [B, 1, H, W]
-        own = torch.where((in_rows & in_columns)[:, None], 0.0, rows[:, _OUTSIDE, None])
-        own_target = rows[:, _TARGET, :, 0].to(targets.dtype)  # [B, 1]
-        partners, partner_targets = (
-            batch.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) for batch in (images, targets)
-        )
-        return images * own + partners * (1 - own), targets * own_target + partner_targets * (
-            1 - own_target
-        )
+        in_rows = (y >= params[:, _TOP]) & (y < params[:, _BOTTOM])  # [B, H, 1]
+        in_columns = (x >= params[:, _LEFT]) & (x < params[:, _RIGHT])  # [B, 1, W]
+        in_box = (in_rows & in_columns)[:, None]
+        weights = torch.where(in_box, 0.0, params[:, _OUTSIDE, None])  # [B, 1, H, W]
+        target_weights = params[:, _TARGET, :, 0].to(targets.dtype)  # [B, 1]
+        mixed_images = images * weights + _swap_pairs(images) * (1 - weights)
+        partner_targets = _swap_pairs(targets) * (1 - target_weights)
+        return mixed_images, targets * target_weights + partner_targets
+
+
+def _swap_pairs(batch: torch.Tensor) -> torch.Tensor:
+    """Each sample's partner."""
+    return batch.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
 class Transforms:
@@ -262,14 +293,15 @@ class Transforms:
             self.augment = torch.compile(self.augment, dynamic=False)  # type: ignore[method-assign]
 
     def augment(self, batch: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A batch of training and its targets [B, K] -> images [B, 3, H, W] and targets after all
-        augmentations.
+        """Apply all augmentations to a training batch and its targets [B, K].
+
+        Returns images [B, 3, H, W] and targets.
         """
         images = batch.images
         if self.augmentations[0] is not self._normalize:
             images = images.to(self._normalize.dtype)
-        for augmentation, draws in zip(self.augmentations, batch.draws, strict=True):
-            images, targets = augmentation.apply(images, targets, draws)
+        for augmentation, params in zip(self.augmentations, batch.random_params, strict=True):
+            images, targets = augmentation.apply(images, targets, params)
         return images, targets
 
     def normalize(self, batch: Any) -> torch.Tensor:

@@ -7,24 +7,26 @@ from common.errors import Refused
 _POWERS = {"sqrt": 0.5, "balanced": 1.0}
 
 
-def class_weights(kind: str, labels: np.ndarray, classes: int) -> np.ndarray | None:
-    """Weights of the classes in the loss, float64[C], with mean 1 over the samples; `kind` is none,
-    sqrt or balanced.
+def class_weights(kind: str, labels: np.ndarray, num_classes: int) -> np.ndarray | None:
+    """Weights of the classes in the loss, float64[C], with mean 1 over the samples.
+
+    `kind` is none, sqrt or balanced.
     """
     if kind == "none":
         return None
-    return weigh_counts(kind, _counts(labels, classes))
+    return weigh_counts(kind, _count_labels(labels, num_classes))
 
 
 def weigh_counts(kind: str, counts: np.ndarray) -> np.ndarray:
-    """Weights float64[C] with mean 1 over the samples, of which `counts` [C] are of each class;
+    """Weights float64[C] with mean 1 over the samples, of which `counts` [C] are of each class.
+
     `kind` is sqrt or balanced.
     """
     weights = np.maximum(counts, 1.0) ** -_POWERS[kind]
     return weights * counts.sum() / (weights * counts).sum()
 
 
-def sample_weights(kind: str, labels: np.ndarray, classes: int) -> np.ndarray | None:
+def compute_sample_weights(kind: str, labels: np.ndarray, num_classes: int) -> np.ndarray | None:
     """Relative frequencies of samples, float64[N]; None for `natural` (all the same).
 
     `sqrt` and `balanced` draw a class with its frequency to the power 1/2 or 0 (Mahajan et al.,
@@ -35,10 +37,10 @@ def sample_weights(kind: str, labels: np.ndarray, classes: int) -> np.ndarray | 
     if labels.ndim == 2:
         problem = "a sample of multi-label data has no one class to weigh by"
         raise Refused(f"--sampling {kind}: {problem}; use --class_weights {kind}")
-    return _counts(labels, classes)[labels] ** -_POWERS[kind]
+    return _count_labels(labels, num_classes)[labels] ** -_POWERS[kind]
 
 
-def _counts(labels: np.ndarray, classes: int) -> np.ndarray:
-    return (labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=classes)).astype(
-        np.float64
-    )
+def _count_labels(labels: np.ndarray, num_classes: int) -> np.ndarray:
+    if labels.ndim == 2:
+        return labels.sum(0).astype(np.float64)
+    return np.bincount(labels, minlength=num_classes).astype(np.float64)

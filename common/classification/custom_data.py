@@ -17,9 +17,14 @@ from common.errors import Refused
 from common.files import get_file_sizes
 from common.randomness import mix
 
-_ITEM = (
+_ITEM_ADVICE = (
     "an item is a pair: a path, the bytes of a file, an image or a tensor uint8[C, H, W], and its "
     "label"
+)
+_ARRAY_ADVICE = (
+    "an array in grey or RGB becomes one by Image.fromarray; one of other channels, [H, W, C], by "
+    "torch.from_numpy(array).permute(2, 0, 1), with in_chans=C in build_model "
+    "(docs/change_it.md); no transform of your own is needed"
 )
 
 
@@ -36,8 +41,9 @@ class CustomDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> tuple[Content, int | str | Sequence[bool]]:
-        """The image, or the path or bytes of its file; and its class id, its class name, or a 0 or
-        1 for each class.
+        """The image, or the path or bytes of its file; and its label.
+
+        A label is a class id, a class name, or a 0 or 1 for each class.
         """
         ...
 
@@ -48,29 +54,29 @@ class Items(Columns):
 
     title: str  # the class of `data`
     data: CustomDataset
-    rows: np.ndarray  # int64[N] places in `data`
+    indices: np.ndarray  # int64[N] in `data`
 
     @cached_property
     def fingerprint(self) -> str:
-        seen = (
-            hashlib.blake2b(self._pixels(index), digest_size=8).digest()
-            for index in sample_evenly(len(self))
-        )
-        contents = np.frombuffer(b"".join(seen), "<u8")
+        digests = []
+        for index in sample_evenly(len(self)):
+            digests.append(hashlib.blake2b(self._read_pixels(index), digest_size=8).digest())
+        contents = np.frombuffer(b"".join(digests), "<u8")
         return hash_source(self.classes, self.labels, np.append(contents, len(self)))
 
     def name(self, index: int) -> str:
-        return f"{self.title}[{self.rows[index]}]"
+        return f"{self.title}[{self.indices[index]}]"
 
     def content(self, index: int) -> Content:
-        row = int(self.rows[index])
+        data_index = int(self.indices[index])
         with report_as_broken():
-            return _checked(self.title, row, self.data[row])[0]
+            content, _ = _check_item(self.title, data_index, self.data[data_index])
+            return content
 
     def hash_images(self, key: int) -> np.ndarray:
-        return mix(self.rows, key)
+        return mix(self.indices, key)
 
-    def _pixels(self, index: int) -> bytes:
+    def _read_pixels(self, index: int) -> bytes:
         try:
             content = self.content(index)
             pixels = content.numpy() if hasattr(content, "numpy") else open_rgb(content)
@@ -82,102 +88,126 @@ class Items(Columns):
 def open_custom(
     data: CustomDataset | Mapping[str, CustomDataset], min_classes: int
 ) -> DataSplits[Files | Items]:
-    """A data set, or one for each part. Raises `Refused`."""
-    sets = dict(data) if isinstance(data, Mapping) else {"train": data}
-    labels = {name: type(part).__name__ if len(sets) == 1 else name for name, part in sets.items()}
-    return DataSplits(labels, lambda names: _read_all([sets[name] for name in names], min_classes))
+    """A data set, or one for each split. Raises `Refused`."""
+    datasets = dict(data) if isinstance(data, Mapping) else {"train": data}
+    labels = {name: name for name in datasets}
+    if len(datasets) == 1:
+        labels = {name: type(dataset).__name__ for name, dataset in datasets.items()}
+
+    def read(names: Sequence[str]) -> list[Files | Items]:
+        return _read_all([datasets[name] for name in names], min_classes)
+
+    return DataSplits(labels, read)
 
 
-def _read_all(sets: Sequence[CustomDataset], min_classes: int) -> list[Files | Items]:
-    first, *others = [tuple(map(str, data.classes)) for data in sets]
-    if len({*first}) < max(min_classes, len(first)):
-        found = f"{type(sets[0]).__name__} has the classes {', '.join(first) or 'none'}"
-        raise Refused(f"{found}; it needs {min_classes} or more, named once")
-    for data, classes in zip(sets[1:], others, strict=True):
-        if classes != first:
-            both = f"({', '.join(classes)}, and {', '.join(first)})"
-            problem = f"{type(data).__name__} has other classes to evaluate than to train on {both}"
-            raise Refused(f"{problem}; give both parts the same, in the same order")
-    return [_read(type(data).__name__, data, first) for data in sets]
+def _read_all(datasets: Sequence[CustomDataset], min_classes: int) -> list[Files | Items]:
+    classes = _get_class_names(datasets[0])
+    if len(set(classes)) < max(min_classes, len(classes)):
+        title = type(datasets[0]).__name__
+        raise Refused(
+            f"{title} has the classes {', '.join(classes) or 'none'}; it needs {min_classes} or "
+            "more, named once"
+        )
+    for dataset in datasets[1:]:
+        other_classes = _get_class_names(dataset)
+        if other_classes != classes:
+            raise Refused(
+                f"{type(dataset).__name__} has other classes to evaluate than to train on "
+                f"({', '.join(other_classes)}, and {', '.join(classes)}); give both parts the "
+                "same, in the same order"
+            )
+    return [_read(type(dataset).__name__, dataset, classes) for dataset in datasets]
+
+
+def _get_class_names(dataset: CustomDataset) -> tuple[str, ...]:
+    return tuple(str(name) for name in dataset.classes)
 
 
 def _read(title: str, data: CustomDataset, classes: tuple[str, ...]) -> Files | Items:
-    """The source of one part: of files, if the first item is a path."""
-    count = len(data)
-    if not count:
+    """The source of one split: of files, if the first item is a path."""
+    num_items = len(data)
+    if not num_items:
         raise Refused(f"{title} has no items; add some")
     labels = getattr(data, "labels", getattr(data, "targets", None))
-    are_paths = isinstance(_checked(title, 0, data[0])[0], str)
+    first_content, _ = _check_item(title, 0, data[0])
+    are_paths = isinstance(first_content, str)
     paths = []
     if are_paths or labels is None:
         labels = []
-        for index in range(count):
-            content, label = _checked(title, index, data[index])
+        for index in range(num_items):
+            content, label = _check_item(title, index, data[index])
             labels.append(label)
             if isinstance(content, str):
                 paths.append(os.path.abspath(os.path.expanduser(content)))
-        if are_paths and len(paths) < count:
+        if are_paths and len(paths) < num_items:
             raise Refused(
-                f"{title}: {count - len(paths)} items are no paths, as item 0 is; give paths "
+                f"{title}: {num_items - len(paths)} items are no paths, as item 0 is; give paths "
                 "only, or images only"
             )
-    ids = _labels(title, labels, count, classes)
+    label_array = _convert_labels(title, labels, num_items, classes)
     if not are_paths:
-        return Items(title, data, np.arange(count), labels=ids, classes=classes)
+        return Items(title, data, np.arange(num_items), labels=label_array, classes=classes)
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
-    below = encode_paths(path[len(root) :].lstrip("/") for path in paths)
     return Files(
-        root, below, np.array(get_file_sizes(paths), np.int64), labels=ids, classes=classes
+        root,
+        paths=encode_paths(path[len(root) :].lstrip("/") for path in paths),
+        sizes=np.array(get_file_sizes(paths), np.int64),
+        labels=label_array,
+        classes=classes,
     )
 
 
-def _checked(title: str, index: int, item: object) -> tuple[Content, object]:
-    """An item, its path as text."""
+def _check_item(title: str, index: int, item: object) -> tuple[Content, object]:
+    """An item, its path as text. Raises `Refused`."""
     if not isinstance(item, tuple | list) or len(item) != 2:
-        raise Refused(f"{title}: item {index} is a {type(item).__name__}; {_ITEM}")
+        raise Refused(f"{title}: item {index} is a {type(item).__name__}; {_ITEM_ADVICE}")
     content, label = item
     if isinstance(content, os.PathLike):
         content = os.fspath(content)
     is_tensor = str(getattr(content, "dtype", "")) == "torch.uint8"
     if not (is_tensor or isinstance(content, str | bytes | Image.Image)):
-        instead = (
-            "an array in grey or RGB becomes one by Image.fromarray; one of other channels, [H, "
-            "W, C], by torch.from_numpy(array).permute(2, 0, 1), with in_chans=C in build_model "
-            "(docs/change_it.md); no transform of your own is needed"
-        )
         raise Refused(
-            f"{title}: the image of item {index} is a {type(content).__name__}; {_ITEM}; {instead}"
+            f"{title}: the image of item {index} is a {type(content).__name__}; {_ITEM_ADVICE}; "
+            f"{_ARRAY_ADVICE}"
         )
     return content, label
 
 
-def _labels(title: str, labels: Sequence, count: int, classes: tuple[str, ...]) -> np.ndarray:
-    """int64[N] class ids, or bool[N, C]."""
+def _convert_labels(
+    title: str, labels: Sequence, num_items: int, classes: tuple[str, ...]
+) -> np.ndarray:
+    """int64[N] class ids, or bool[N, C]. Raises `Refused`."""
     try:
         # Of a column of pandas, or a tensor.
-        column = np.asarray(getattr(labels, "tolist", lambda: labels)())
+        column = np.asarray(labels.tolist() if hasattr(labels, "tolist") else labels)
     except ValueError:
         column = np.zeros(0, object)  # rows of several lengths
     if column.dtype.kind == "U" and column.ndim == 1:
-        ids = {name: number for number, name in enumerate(classes)}
-        if unknown := sorted({*column.tolist()} - ids.keys()):
-            raise Refused(
-                f"{title} has the label {unknown[0]}, which is none of its classes: "
-                f"{', '.join(classes)}"
-            )
-        column = np.array([ids[name] for name in column.tolist()])
-    if (
-        column.shape == (count, len(classes))
-        and column.dtype.kind in "biu"
-        and np.isin(column, (0, 1)).all()
-    ):
+        column = _find_class_ids(title, column.tolist(), classes)
+    is_matrix = column.shape == (num_items, len(classes)) and column.dtype.kind in "biu"
+    if is_matrix and np.isin(column, (0, 1)).all():
         return column.astype(bool)
-    if column.shape != (count,) or column.dtype.kind not in "iu":
-        wanted = (
-            f"each of its {count} items has a class id, a class name, or a 0 or 1 for each class"
+    if column.shape != (num_items,) or column.dtype.kind not in "iu":
+        raise Refused(
+            f"{title}: the labels are {column.dtype} {list(column.shape)}; each of its "
+            f"{num_items} items has a class id, a class name, or a 0 or 1 for each class"
         )
-        raise Refused(f"{title}: the labels are {column.dtype} {list(column.shape)}; {wanted}")
-    if len(wrong := np.flatnonzero((column < 0) | (column >= len(classes)))):
-        found = f"item {wrong[0]} has the label {column[wrong[0]]}"
-        raise Refused(f"{title}: {found}; its {len(classes)} classes are 0 to {len(classes) - 1}")
+    invalid = np.flatnonzero((column < 0) | (column >= len(classes)))
+    if len(invalid):
+        first = invalid[0]
+        raise Refused(
+            f"{title}: item {first} has the label {column[first]}; its {len(classes)} classes are "
+            f"0 to {len(classes) - 1}"
+        )
     return column.astype(np.int64)
+
+
+def _find_class_ids(title: str, names: list[str], classes: tuple[str, ...]) -> np.ndarray:
+    class_ids = {name: class_id for class_id, name in enumerate(classes)}
+    unknown = sorted(set(names) - class_ids.keys())
+    if unknown:
+        raise Refused(
+            f"{title} has the label {unknown[0]}, which is none of its classes: "
+            f"{', '.join(classes)}"
+        )
+    return np.array([class_ids[name] for name in names])

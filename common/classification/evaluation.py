@@ -1,5 +1,6 @@
-"""Evaluation of a classifier: what a recipe's `evaluate` gives its batches to, and a run asks for
-results and pictures.
+"""Evaluation of a classifier.
+
+A recipe's `evaluate` gives it batches, and a run gets results and pictures from it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.classification import plots
-from common.classification.batches import Batch, other_class_ids
+from common.classification.batches import Batch, get_other_class_ids
 from common.classification.calibration import TEMPERATURES, Calibration
 from common.classification.metrics import ClassificationCounts
 from common.data.source import Source
@@ -39,13 +40,11 @@ class Evaluation:
     """
 
     def __init__(self, data: Source, device: torch.device | str) -> None:
-        other_names = (
-            [data.model_classes.names[class_id] for class_id in other_class_ids(data)]
-            if data.model_classes
-            else []
-        )
         self._data = data
-        self.class_names = (*data.classes, *other_names)
+        self.class_names = tuple(data.classes)
+        if data.model_classes:
+            model_names = data.model_classes.names
+            self.class_names += tuple(model_names[i] for i in get_other_class_ids(data))
         self.counts = ClassificationCounts(
             len(self.class_names), device, multi_label=data.multi_label
         )
@@ -59,8 +58,9 @@ class Evaluation:
 
     @torch.no_grad()
     def update(self, batch: Batch, logits: Tensor) -> None:
-        """Count a batch with its logits [B, K]. Raises `Refused` for anything else than a tensor of
-        that shape.
+        """Count a batch with its logits [B, K].
+
+        Raises `Refused` for anything else than a tensor of that shape.
         """
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -111,9 +111,9 @@ class Evaluation:
     def write_predictions(self, folder: Path) -> None:
         """Write predictions.csv, a row for each image in the order of the data, after `results`."""
         count = len(self._data)
-        # In parts, so that memory does not hold all names.
-        parts = np.array_split(np.arange(count), count // 2**14 + 1)
-        rows = chain.from_iterable(map(self._rows, parts))
+        # In chunks, so that memory does not hold all names.
+        chunks = np.array_split(np.arange(count), count // 2**14 + 1)
+        rows = chain.from_iterable(map(self._make_rows, chunks))
         write_csv(folder / "predictions.csv", chain([_COLUMNS], rows))
 
     def worst(self) -> Iterator[Sequence]:
@@ -131,21 +131,21 @@ class Evaluation:
         """Index and row of the images with the highest values, highest first; none below 0."""
         order = values.nan_to_num(-1.0).argsort(descending=True, stable=True)[:limit]
         indices = order[values[order] >= 0].numpy()
-        return list(zip(indices.tolist(), self._rows(indices), strict=True))
+        return list(zip(indices.tolist(), self._make_rows(indices), strict=True))
 
-    def _rows(self, indices: np.ndarray) -> Iterable[Sequence]:
+    def _make_rows(self, indices: np.ndarray) -> Iterable[Sequence]:
         """Rows of predictions.csv."""
         labels = self._data.labels[indices]
         predicted = self.predicted.numpy()[indices].astype(labels.dtype)
         scores, losses = self.scores.numpy()[indices].astype(float).round(7).T + 0.0  # no -0.0
-        columns = [
+        return zip(
             map(self._data.listed_name, indices.tolist()),
             self._name_classes(labels),
             np.where(np.isnan(scores), "", self._name_classes(predicted)),
             scores.tolist(),
             losses.tolist(),
-        ]
-        return zip(*columns, strict=True)
+            strict=True,
+        )
 
     def _name_classes(self, class_ids: np.ndarray) -> np.ndarray:
         """Names of int64[n] classes, or the joined names of bool[n, K] decisions."""
@@ -155,14 +155,15 @@ class Evaluation:
         return np.array([";".join(names[row]) for row in class_ids], object)
 
     def draw(self, pictures: Any) -> None:
-        """Draw what `results` has gathered: `pictures.draw(name, function, *arguments)` calls
-        `function(*arguments, path)`.
+        """Draw what `results` has gathered.
+
+        `pictures.draw(name, function, *arguments)` calls `function(*arguments, path)`.
         """
         if self.counts.confusion is not None:
             pictures.draw("confusion", plots.confusion, self.counts.confusion, self.class_names)
         if self.calibration is not None:
-            pictures.draw("reliability", plots.reliability, self.calibration)
+            pictures.draw("reliability", plots.draw_reliability, self.calibration)
             is_wrong = torch.from_numpy(self.predicted.numpy() != self._data.labels)
             mistakes = self._find_highest(self.scores[:, 0].where(is_wrong, -1.0), 24)
             if mistakes:
-                pictures.draw("mistakes", plots.mistakes, self._data, mistakes)
+                pictures.draw("mistakes", plots.draw_mistakes, self._data, mistakes)

@@ -1,8 +1,7 @@
-"""Margin head: a softmax over hundreds of thousands of classes, whose weights are cut over the
-processes by class.
+"""Margin head: a softmax over hundreds of thousands of classes, which are sharded over the processes.
 
-Each process has the directions of its part of the classes (a DTensor, `Shard(0)`), and compares
-them with the embeddings of all processes. Sources: ArcFace (Deng et al., 2019, arXiv:1801.07698),
+Each process has the directions of some classes (a DTensor, `Shard(0)`), and compares them with the
+embeddings of all processes. Sources: ArcFace (Deng et al., 2019, arXiv:1801.07698),
 CosFace (Wang et al., 2018, arXiv:1801.09414), and sampled negatives (An et al., "Partial FC", 2021,
 arXiv:2010.05222), which are a function of (seed, step, class) here. So the layout changes no
 number.
@@ -25,25 +24,23 @@ from common.distributed.sharding import SelfSharded, all_gather, get_local_tenso
 from common.errors import Refused
 from common.randomness import key_of, mix
 
-_BLOCK = 1024  # classes whose first weights are drawn together
-_MARGINS = {"cosface": 0.35, "arcface": 0.5}  # the papers'
+_BLOCK_SIZE = 1024  # classes whose first weights are drawn together
+_DEFAULT_MARGINS = {"cosface": 0.35, "arcface": 0.5}  # the papers'
 
 
 def add_margin_head(
-    config: Any, model: nn.Module, classes: int, device: torch.device, **options: Any
+    config: Any, model: nn.Module, num_classes: int, device: torch.device, **options: Any
 ) -> None:
-    """Give a model of embeddings a `MarginHead`, as `model.margin_head`, unless it is only
-    evaluated; after `prepare_layers`.
+    """Give a model of embeddings a `MarginHead`, as `model.margin_head`, after `prepare_layers`.
 
-    Of a timm model, the outputs of its classifier are the embedding. `options` go to `MarginHead`.
+    With --eval_only, it gets none. Of a timm model, the outputs of its classifier are the
+    embedding. `options` go to `MarginHead`.
     """
-    if not config.eval_only:
-        options = {
-            "seed": config.seed,
-            "dtype": getattr(torch, config.dtype),
-            "device": device,
-        } | options
-        model.margin_head = MarginHead(classes, model.num_classes, **options)
+    if config.eval_only:
+        return
+    dtype = getattr(torch, config.dtype)
+    options = {"seed": config.seed, "dtype": dtype, "device": device} | options
+    model.margin_head = MarginHead(num_classes, model.num_classes, **options)
 
 
 class MarginHead(SelfSharded):
@@ -53,16 +50,16 @@ class MarginHead(SelfSharded):
     Logits are `scale` times the cosine of embedding and direction of a class. The true class loses
     `margin`: of its cosine (`cosface`), or added to its angle (`arcface`). With `share` below 1 a
     step compares with its positives, the classes of the whole global batch, and with that share of
-    all other classes; the rest have gradients of 0 in that step.
+    all other classes; classes that are not compared have gradients of 0 in that step.
 
-    The directions are no part of a model's `state_dict`, moving average and export: checkpoints
-    have them in a file of their own. They are computed in their own precision, under autocast, too.
+    The directions are not in a model's `state_dict`, moving average and export: checkpoints have
+    them in a file of their own. They are computed in their own precision, under autocast, too.
     """
 
     def __init__(
         self,
-        classes: int,
-        features: int,
+        num_classes: int,
+        embedding_size: int,
         *,
         kind: str = "cosface",
         scale: float = 64.0,
@@ -73,55 +70,56 @@ class MarginHead(SelfSharded):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        if kind not in _MARGINS or not 0 < share <= 1:
+        if kind not in _DEFAULT_MARGINS or not 0 < share <= 1:
             raise Refused(
                 f"margin head: kind={kind}, share={share}; take cosface or arcface, and a share "
                 "in (0, 1]"
             )
-        classes_per_rank = math.ceil(classes / world_size())  # as DTensor cuts
-        if classes_per_rank * (world_size() - 1) >= classes:
+        classes_per_rank = math.ceil(num_classes / world_size())  # as DTensor cuts
+        if classes_per_rank * (world_size() - 1) >= num_classes:
             raise Refused(
-                f"{classes} classes leave some of {world_size()} processes without one: start fewer"
+                f"{num_classes} classes leave some of {world_size()} processes without one: start "
+                "fewer"
             )
         self.kind = kind
         self.scale = scale
-        self.margin = _MARGINS[kind] if margin is None else margin
-        self.classes = classes
+        self.margin = _DEFAULT_MARGINS[kind] if margin is None else margin
+        self.num_classes = num_classes
         self.share = share
         self.seed = seed
-        self._first = classes_per_rank * rank()
-        # This rank's.
-        self._class_ids = np.arange(self._first, min(self._first + classes_per_rank, classes))
-        directions = self._draw_directions(features)
-        self.weight = self.shard_rows(directions.to(device, dtype), classes)
+        # This rank's classes.
+        self._first_class = classes_per_rank * rank()
+        end = min(self._first_class + classes_per_rank, num_classes)
+        self._class_ids = np.arange(self._first_class, end)
+        directions = self._draw_directions(embedding_size)
+        self.weight = self.shard_rows(directions.to(device, dtype), num_classes)
 
-    def _draw_directions(self, features: int) -> Tensor:
+    def _draw_directions(self, embedding_size: int) -> Tensor:
         """The first weights of this rank's classes, [C, D]; each row is a function of (seed, class)."""
-        end = self._first + len(self._class_ids)
-        block_starts = range(self._first // _BLOCK * _BLOCK, end, _BLOCK)
-        blocks = torch.empty(len(block_starts) * _BLOCK, features)
-        for block, start in zip(blocks.split(_BLOCK), block_starts, strict=True):
+        first_block = self._first_class // _BLOCK_SIZE * _BLOCK_SIZE
+        end = self._first_class + len(self._class_ids)
+        block_starts = range(first_block, end, _BLOCK_SIZE)
+        blocks = torch.empty(len(block_starts) * _BLOCK_SIZE, embedding_size)
+        for block, start in zip(blocks.split(_BLOCK_SIZE), block_starts, strict=True):
             generator = torch.Generator().manual_seed(key_of(self.seed, "margin head", start) >> 1)
             block.normal_(0, 0.01, generator=generator)
-        return blocks[self._first - block_starts.start : end - block_starts.start]
+        return blocks[self._first_class - first_block : end - first_block]
 
     @property
     def looks_ahead(self) -> bool:
-        """True if the classes of all samples of a step are among its negatives; see
-        `training.step.StepModule`.
-        """
+        """True if a step needs the classes of all its samples; see `training.step.StepModule`."""
         return self.share < 1
 
     @torch.no_grad()
     def prepare_step(
         self, step: int, batches: Sequence[Any], plan: BatchPlan, is_trial: bool
     ) -> None:
-        """Choose the classes of a step; see `training.step.StepModule`. The host does not wait for
-        the device.
+        """Choose the classes of a step; see `training.step.StepModule`.
 
-        In a trial, copies stand in place of the other ranks' samples, as in `sharding.skip_communication`.
+        The host does not wait for the device. In a trial, copies stand in place of the other ranks'
+        samples, as in `sharding.skip_communication`.
         """
-        self._limit = plan.micro_batch_sizes[0]  # samples of a micro-batch
+        self._max_samples = plan.micro_batch_sizes[0]  # of a micro-batch
         self._is_shared = world_size() > 1 and not is_trial
         self._rows: Tensor | None = None  # of the classes in this step; None: all of this rank
         if not self.looks_ahead:
@@ -133,13 +131,13 @@ class MarginHead(SelfSharded):
         negatives = torch.from_numpy(np.flatnonzero(is_negative))
         if devices.has_streams(labels.device):
             negatives = negatives.pin_memory()
-        positives = (
-            self._gather(_pad(labels, self._limit * plan.micro_steps, value=-1)) - self._first
-        )
+        negatives = negatives.to(labels.device, non_blocking=True)
+        padded_labels = _pad(labels, self._max_samples * plan.micro_steps, value=-1)
+        positives = self._gather(padded_labels) - self._first_class
         positives = torch.where((positives >= 0) & (positives < num_rows), positives, num_rows)
-        rows = torch.cat([negatives.to(labels.device, non_blocking=True), positives]).sort().values
-        # Rows of other ranks, and those that come twice, stay and don't count, so that the host
-        # knows how many there are.
+        rows = torch.cat([negatives, positives]).sort().values
+        # Rows of other ranks, and repeated ones, stay and don't count, so that the host knows how
+        # many there are.
         is_repeated = rows == F.pad(rows, (1, 0), value=-1)[:-1]
         self._is_counted = (rows < num_rows) & ~is_repeated
         self._rows = rows.clamp(max=num_rows - 1)
@@ -156,23 +154,19 @@ class MarginHead(SelfSharded):
 
     def describe(self) -> dict[str, str]:
         """A row of the start table."""
-        classes = f"{self.classes:,} classes"
+        classes = f"{self.num_classes:,} classes"
         if world_size() > 1:
             classes += f", {len(self._class_ids):,} on this process"
-        negatives = (
-            f"{self.share:.3g} of them as negatives in a step"
-            if self.share < 1
-            else "all compared in a step"
-        )
-        return {
-            "margin head": (
-                f"{self.kind}, scale {self.scale:g}, margin {self.margin:g}: {classes}; {negatives}"
-            )
-        }
+        negatives = "all compared in a step"
+        if self.share < 1:
+            negatives = f"{self.share:.3g} of them as negatives in a step"
+        settings = f"{self.kind}, scale {self.scale:g}, margin {self.margin:g}"
+        return {"margin head": f"{settings}: {classes}; {negatives}"}
 
     def _apply_margin(self, cosines: Tensor) -> tuple[Tensor, Tensor | float]:
-        """The cosines of true classes after the margin, and their derivative. Beyond an angle of pi
-        it goes on in a line.
+        """The cosines of true classes after the margin, and their derivative.
+
+        Beyond an angle of pi it goes on in a line.
         """
         if self.kind == "cosface":
             return cosines - self.margin, 1.0
@@ -180,10 +174,10 @@ class MarginHead(SelfSharded):
         sin_margin = math.sin(self.margin)
         sines = (1 - cosines.square()).clamp(min=1e-6).sqrt()
         is_within = cosines > -cos_margin
-        moved = torch.where(
-            is_within, cosines * cos_margin - sines * sin_margin, cosines - self.margin * sin_margin
-        )
-        return moved, torch.where(is_within, cos_margin + cosines / sines * sin_margin, 1.0)
+        shifted = cosines * cos_margin - sines * sin_margin
+        line = cosines - self.margin * sin_margin
+        slopes = cos_margin + cosines / sines * sin_margin
+        return torch.where(is_within, shifted, line), torch.where(is_within, slopes, 1.0)
 
     def _gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, each of which has as many."""
@@ -226,9 +220,9 @@ class _Losses(torch.autograd.Function):
     def forward(
         ctx: Any, embeddings: Tensor, weight: Tensor, labels: Tensor, head: MarginHead
     ) -> Tensor:
-        all_embeddings = head._gather(_pad(embeddings, head._limit)) * head.scale  # [N, D]
-        targets = head._gather(_pad(labels, head._limit, value=-1)) - head._first  # [N]
-        is_own = (targets >= 0) & (targets < len(weight))
+        all_embeddings = head._gather(_pad(embeddings, head._max_samples)) * head.scale  # [N, D]
+        targets = head._gather(_pad(labels, head._max_samples, value=-1)) - head._first_class  # [N]
+        is_local = (targets >= 0) & (targets < len(weight))
         rows = head._rows
         directions = weight if rows is None else weight[rows]
         columns = targets if rows is None else torch.searchsorted(rows, targets)
@@ -240,14 +234,14 @@ class _Losses(torch.autograd.Function):
         logits = (all_embeddings @ directions.T).mul_(inverse_norms)
         if rows is not None:
             logits.masked_fill_(~head._is_counted, -torch.inf)
-        moved, slopes = head._apply_margin(logits[true_class] / head.scale)
-        logits[true_class] = torch.where(is_own, moved * head.scale, logits[true_class])
+        cosines, slopes = head._apply_margin(logits[true_class] / head.scale)
+        logits[true_class] = torch.where(is_local, cosines * head.scale, logits[true_class])
         largest = head._all_reduce(logits.amax(1), dist.ReduceOp.MAX)
-        true_logits = torch.where(is_own, logits[true_class] - largest, 0)
+        true_logits = torch.where(is_local, logits[true_class] - largest, 0)
         exps = logits.sub_(largest[:, None]).exp_()
         sums, true_logits = head._all_reduce(torch.stack([exps.sum(1), true_logits]))
         ctx.save_for_backward(all_embeddings, directions, inverse_norms, exps, sums)
-        ctx.targets = is_own, true_class, slopes
+        ctx.targets = is_local, true_class, slopes
         ctx.rows = rows
         ctx.num_rows = len(weight)
         ctx.head = head
@@ -257,18 +251,19 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         all_embeddings, directions, inverse_norms, exps, sums = ctx.saved_tensors
-        is_own, true_class, slopes = ctx.targets
+        is_local, true_class, slopes = ctx.targets
         head = ctx.head
-        factors = head._gather(_pad(grad_losses, head._limit))
+        factors = head._gather(_pad(grad_losses, head._max_samples))
         grad_logits = exps.mul_((factors / sums)[:, None])
         grad_true = grad_logits[true_class]
-        grad_logits[true_class] = torch.where(is_own, (grad_true - factors) * slopes, grad_true)
+        grad_logits[true_class] = torch.where(is_local, (grad_true - factors) * slopes, grad_true)
         grad_logits.mul_(inverse_norms)
         grad_embeddings = head._reduce_scatter(grad_logits @ directions).mul_(head.scale)
         # All samples are in it already. Of all other gradients DDP takes the mean over ranks.
         grad_directions = (grad_logits.T @ all_embeddings).div_(world_size())
-        along = torch.einsum("cd,cd->c", grad_directions, directions) * inverse_norms.square()
-        grad_directions.addcmul_(directions, along[:, None], value=-1)
+        dot_products = torch.einsum("cd,cd->c", grad_directions, directions)
+        projections = dot_products * inverse_norms.square()
+        grad_directions.addcmul_(directions, projections[:, None], value=-1)
         grad_weight = grad_directions
         if ctx.rows is not None:
             grad_weight = grad_directions.new_zeros(ctx.num_rows, directions.shape[1])

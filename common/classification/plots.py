@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -23,10 +24,10 @@ from common.run.plots import (
     title,
 )
 
-__all__ = ["captioned", "confusion", "mistakes", "reliability"]
+__all__ = ["confusion", "draw_captioned", "draw_mistakes", "draw_reliability"]
 
 
-def mistakes(source: Source, mistakes: Sequence[tuple[int, Sequence]], path: Path) -> None:
+def draw_mistakes(source: Source, mistakes: Sequence[tuple[int, Sequence]], path: Path) -> None:
     """Draw a sheet of wrongly classified images, captioned "true → predicted".
 
     Each is its index and its row of predictions.csv.
@@ -34,34 +35,28 @@ def mistakes(source: Source, mistakes: Sequence[tuple[int, Sequence]], path: Pat
     cells = []
     for index, (_, label, predicted, score, _) in mistakes:
         share = f"{score:.0%}".replace("%", " %")
-        cells.append(cell(source, index, f"{arrow(label, predicted)}\n{share}"))
+        cells.append(make_cell(source, index, f"{arrow(label, predicted)}\n{share}"))
     sheet(cells, f"{evaluation_of(path)}: most confident mistakes (true → predicted)", path)
 
 
-def reliability(calibration: Calibration, path: Path) -> None:
+def draw_reliability(calibration: Calibration, path: Path) -> None:
     """Draw accuracy over confidence, before and after the temperature, with a point for each bin."""
     from matplotlib.ticker import PercentFormatter
 
     figure = new_figure(5.6, 5.2)
     axes = figure.subplots()
+    diagonal = (0, 1)
     axes.plot(
-        (0, 1), (0, 1), color=INK, linewidth=1.2, linestyle="--", label="perfectly calibrated"
+        diagonal, diagonal, color=INK, linewidth=1.2, linestyle="--", label="perfectly calibrated"
     )
-
-    def draw(temperature: float, colour: str, label: str) -> None:
-        images, right, confidences = calibration.bins(temperature).numpy()
-        of_bin = np.maximum(images, 1)  # an empty one is a point without an area
-        areas = 300 * images / max(1, images.sum())
-        axes.scatter(
-            confidences / of_bin, right / of_bin, areas, colour, label=label, clip_on=False
-        )
-
-    draw(1.0, BLUE, "as it is")
+    _draw_bins(axes, calibration.bins().numpy(), BLUE, "as it is")
     ece = calibration.ece()
     headline = "no images" if ece is None else f"calibration error (ECE) {100 * ece:.2f} %"
-    if best := calibration.temperature():
-        draw(best, GREEN, f"at temperature {best:.2f}")
-        headline += f",\n{100 * (calibration.ece(best) or 0):.2f} % at temperature {best:.2f}"
+    best = calibration.temperature()
+    if best:
+        _draw_bins(axes, calibration.bins(best).numpy(), GREEN, f"at temperature {best:.2f}")
+        best_ece = calibration.ece(best) or 0
+        headline += f",\n{100 * best_ece:.2f} % at temperature {best:.2f}"
     axes.set(
         xlim=(0, 1),
         ylim=(0, 1),
@@ -76,18 +71,31 @@ def reliability(calibration: Calibration, path: Path) -> None:
     save(figure, path)
 
 
-def captioned(image: Image.Image, found: Sequence[tuple[str, float]], path: Path) -> None:
+def _draw_bins(axes: Any, bins: np.ndarray, colour: str, label: str) -> None:
+    images, right, confidences = bins
+    num_images = np.maximum(images, 1)  # an empty bin is a point without an area
+    areas = 300 * images / max(1, images.sum())
+    axes.scatter(
+        confidences / num_images, right / num_images, areas, colour, label=label, clip_on=False
+    )
+
+
+def draw_captioned(
+    image: Image.Image, predictions: Sequence[tuple[str, float]], path: Path
+) -> None:
     """Draw an image under its predictions (class, score)."""
     longest = max(image.size)
-    figure = new_figure(*(max(2.4, 6 * side / longest) for side in image.size))
+    width = max(2.4, 6 * image.width / longest)
+    height = max(2.4, 6 * image.height / longest)
+    figure = new_figure(width, height)
     axes = figure.subplots()
     axes.set_axis_off()
     axes.imshow(np.asarray(image), interpolation="nearest" if longest < 100 else "antialiased")
-    lines = [f"{short(name, 40)} {score:.1%}".replace("%", " %") for name, score in found]
+    lines = [f"{short(name, 40)} {score:.1%}".replace("%", " %") for name, score in predictions]
     axes.set_title("\n".join(lines) or "no class", fontsize=10, color=INK, parse_math=False)
     save(figure, path)
 
 
-def cell(source: Source, index: int, caption: str) -> Cell:
+def make_cell(source: Source, index: int, caption: str) -> Cell:
     """An image of a sheet, with its caption and name."""
     return Cell(np.asarray(source.image(index)), caption, source.name(index))

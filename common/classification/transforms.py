@@ -17,13 +17,12 @@ from common.errors import Refused
 from common.patches.timm import import_timm
 
 timm = import_timm()
-auto_augment, transforms_imagenet_train = (
-    timm.data.auto_augment,
-    timm.data.transforms_factory.transforms_imagenet_train,
-)
+auto_augment = timm.data.auto_augment
+transforms_imagenet_train = timm.data.transforms_factory.transforms_imagenet_train
 
-_RATIO = (3 / 4, 4 / 3)  # width to height of a random crop
-_TRIES = 10
+_MIN_RATIO = 3 / 4  # width to height of a random crop
+_MAX_RATIO = 4 / 3
+_NUM_TRIES = 10
 _SECTION = re.compile(r"(?!t)[a-z]+[0-9.]+|t(weights|3aw?)")  # of a policy, such as m9 or mstd0.5
 
 
@@ -38,26 +37,12 @@ class TrainingTransform:
         """
         self.input_size = tuple(data_config["input_size"])
         self.size = self.input_size[1:]
-        self.smallest_area, self.hflip, self.vflip = config.crop_scale, config.hflip, config.vflip
+        self.min_area = config.crop_scale
+        self.hflip = config.hflip
+        self.vflip = config.vflip
         self.interpolation = data_config["interpolation"]
-        self.policy = None
         try:
-            if unknown := [
-                section
-                for section in config.augment.split("-")[1:]
-                if not _SECTION.fullmatch(section)
-            ]:
-                raise ValueError(f"unknown section {unknown[0]}")  # timm ignores these
-            if config.augment:
-                options = {
-                    "interpolation": self.interpolation,
-                    "mean": data_config["mean"],
-                    "color_jitter": None,
-                }
-                # In three parts: geometry, policy, conversion.
-                _, self.policy, _ = transforms_imagenet_train(
-                    self.size, separate=True, auto_augment=config.augment, **options
-                )
+            self.policy = self._create_policy(config.augment, data_config)
         except (AssertionError, KeyError, ValueError, NotImplementedError) as error:
             reason = error or type(error).__name__
             examples = "examples: rand-m9-mstd0.5, augmix-m3-w3, original, v0, 3a"
@@ -65,34 +50,59 @@ class TrainingTransform:
                 f"--augment {config.augment}: not a policy of timm ({reason}); {examples}"
             ) from None
 
+    def _create_policy(self, policy: str, data_config: dict) -> Any:
+        """timm's transform of PIL images; None if `policy` is empty."""
+        for section in policy.split("-")[1:]:
+            if not _SECTION.fullmatch(section):
+                raise ValueError(f"unknown section {section}")  # timm ignores these
+        if not policy:
+            return None
+        # In three parts: geometry, policy, conversion.
+        _, transform, _ = transforms_imagenet_train(
+            self.size,
+            separate=True,
+            auto_augment=policy,
+            interpolation=self.interpolation,
+            mean=data_config["mean"],
+            color_jitter=None,
+        )
+        return transform
+
     def __call__(self, picture: Picture) -> torch.Tensor:
-        box = crop(picture.height, picture.width, self.smallest_area)
-        flipped = [
-            axis for axis, share in ((1, self.vflip), (2, self.hflip)) if random.random() < share
-        ]
+        box = draw_crop(picture.height, picture.width, self.min_area)
+        flipped_axes = []
+        if random.random() < self.vflip:
+            flipped_axes.append(1)
+        if random.random() < self.hflip:
+            flipped_axes.append(2)
         pixels = picture.crop_and_resize(*box, self.size, self.interpolation)
-        pixels = pixels.flip(flipped) if flipped else pixels
+        if flipped_axes:
+            pixels = pixels.flip(flipped_axes)
         if self.policy:
             pixels = pil_to_tensor(self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy())))
         return pixels
 
 
-def crop(height: int, width: int, smallest_area: float) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a part with `smallest_area` to all of the area and a ratio of
-    3:4 to 4:3.
+def draw_crop(height: int, width: int, min_area: float) -> tuple[int, int, int, int]:
+    """Draw a box of `min_area` to all of the area, with a ratio of 3:4 to 4:3: top, left, height, width.
 
-    If no such part fits, it is the largest centred one. As torchvision's RandomResizedCrop (Szegedy
+    If no such box fits, it is the largest centred one. As torchvision's RandomResizedCrop (Szegedy
     et al., 2015).
     """
-    low, high = (math.log(ratio) for ratio in _RATIO)
-    for _ in range(_TRIES):
-        area = height * width * random.uniform(smallest_area, 1)
-        ratio = math.exp(random.uniform(low, high))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            return random.randint(0, height - h), random.randint(0, width - w), h, w
-    w, h = min(width, round(height * _RATIO[1])), min(height, round(width / _RATIO[0]))
-    return (height - h) // 2, (width - w) // 2, max(1, h), max(1, w)
+    for _ in range(_NUM_TRIES):
+        area = height * width * random.uniform(min_area, 1)
+        ratio = math.exp(random.uniform(math.log(_MIN_RATIO), math.log(_MAX_RATIO)))
+        crop_width = round(math.sqrt(area * ratio))
+        crop_height = round(math.sqrt(area / ratio))
+        if 0 < crop_width <= width and 0 < crop_height <= height:
+            top = random.randint(0, height - crop_height)
+            left = random.randint(0, width - crop_width)
+            return top, left, crop_height, crop_width
+    crop_width = min(width, round(height * _MAX_RATIO))
+    crop_height = min(height, round(width / _MIN_RATIO))
+    top = (height - crop_height) // 2
+    left = (width - crop_width) // 2
+    return top, left, max(1, crop_height), max(1, crop_width)
 
 
 class EvalTransform:
@@ -108,21 +118,21 @@ class EvalTransform:
         self._resize_and_crop = timm.data.create_transform(**data_config, use_prefetcher=True)
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Raises `BrokenImage` for a stripe that resizing would make larger than an image may be,
-        or thinner than a pixel.
+        """Resize and crop an image.
+
+        Raises `BrokenImage` for a stripe that resizing would make larger than an image may be, or
+        thinner than a pixel.
         """
         crop_mode = self.data_config.get("crop_mode")
-        sides = zip(self.data_config["input_size"][1:], (image.height, image.width), strict=True)
-        scales = [wanted / self.data_config["crop_pct"] / side for wanted, side in sides]
+        crop_share = self.data_config["crop_pct"]
+        _, height, width = self.data_config["input_size"]
+        scales = (height / crop_share / image.height, width / crop_share / image.width)
         scale = min(scales) if crop_mode == "border" else max(scales)
         is_too_large = image.width * image.height * scale**2 > MAX_PIXELS and crop_mode != "squash"
         if is_too_large or min(image.size) * scale <= 0.5:
-            enlarged = (
-                f"{image.width} x {image.height} pixels would be enlarged to {scale:.3g} times "
-                "their sides"
-            )
             raise BrokenImage(
-                f"{enlarged}, the limit is {MAX_PIXELS} pixels, and a side is at least 1"
+                f"{image.width} x {image.height} pixels would be enlarged to {scale:.3g} times "
+                f"their sides, the limit is {MAX_PIXELS} pixels, and a side is at least 1"
             )
         return self._resize_and_crop(image)
 
@@ -132,6 +142,6 @@ def _posterize(image: Image.Image, bits: int, **_) -> Image.Image:
     return ImageOps.posterize(image, min(bits, 8)) if bits else Image.new(image.mode, image.size)
 
 
-auto_augment.NAME_TO_OP.update(
-    {name: _posterize for name in auto_augment.NAME_TO_OP if name.startswith("Posterize")}
-)
+for _name in auto_augment.NAME_TO_OP:
+    if _name.startswith("Posterize"):
+        auto_augment.NAME_TO_OP[_name] = _posterize

@@ -28,12 +28,21 @@ from common.detection.data.annotated import Annotated, Sample
 from common.detection.export import export
 from common.detection.grouping import build_stream
 from common.detection.models.detectors import ClassRemapper, Detector
-from common.detection.samples import blank, nothing
-from common.detection.transforms import SMALLEST, BoxAugmentation
+from common.detection.samples import ceil_div, create_canvas, empty_sample
+from common.detection.transforms import MIN_SIDE, BoxAugmentation
 from common.errors import Refused
 from common.training import drop_path
 
-_FRESH = 2**62  # first position that no step has: from here on, partners are drawn as fresh scenes
+# The first position that no step has: from here on, partners are drawn as fresh scenes.
+_FIRST_PARTNER = 2**62
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """A sample of the source, as it is drawn for a position."""
+
+    index: int
+    position: int  # of the stream, or from `_FIRST_PARTNER` on
 
 
 @dataclass
@@ -54,8 +63,9 @@ class DetectionBatch(DeviceBatch):
 
 
 class Normalize:
-    """Images of a batch -> float[B, 3, H, W] with the mean and deviation of `pretrained_cfg`, 0
-    around each image.
+    """Normalises a batch to float[B, 3, H, W] by the mean and deviation of `pretrained_cfg`.
+
+    The canvas around each image is 0.
     """
 
     def __init__(
@@ -67,7 +77,7 @@ class Normalize:
 
     def __call__(self, batch: DetectionBatch) -> torch.Tensor:
         images = batch.images.to(self._dtype).div_(255).sub_(self._mean).div_(self._std)
-        return blank_padding(images, batch.sizes)
+        return zero_padding(images, batch.sizes)
 
 
 class Transforms:
@@ -109,7 +119,7 @@ class TrainDataset(Dataset):
     seed: int
     drop_path_layers: int = 0
     cache: Cache | None = None
-    rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the flags
+    table_rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the flags
 
     unit = 1  # see `training.step.TrainDataset`
     few_shapes = False
@@ -118,12 +128,14 @@ class TrainDataset(Dataset):
     def from_config(
         cls, config: Any, source: Annotated, model: Detector, transforms: Transforms
     ) -> Self:
-        """The samples that the flags describe, as `model` and `transforms` need them. A collective,
-        with --cache.
+        """The samples that the flags describe, as `model` and `transforms` need them.
+
+        With --cache, this is a collective.
         """
         stream = build_stream(config, source)
         strong_until = stream.count_steps(config.strong_epochs) * stream.global_batch_size
-        small = _describe_small(config.data, source, transforms.augment)
+        table_rows = defaults.describe_settings(config)
+        table_rows["objects"] = _describe_small(config.data, source, transforms.augment)
         return cls(
             source,
             stream,
@@ -133,7 +145,7 @@ class TrainDataset(Dataset):
             seed=config.seed,
             drop_path_layers=drop_path.count_drop_layers(model),
             cache=open_cache(len(source), config.cache, config.cache_folder),
-            rows=defaults.describe(config) | {"objects": small},
+            table_rows=table_rows,
         )
 
     def __post_init__(self) -> None:
@@ -145,30 +157,35 @@ class TrainDataset(Dataset):
 
     def describe(self) -> dict[str, str]:
         """Rows of the start table."""
-        padding = np.mean([self.padding(step) for step in range(100)])
+        padding = np.mean([self.compute_padding(step) for step in range(100)])
         return {
-            **self.rows,
+            **self.table_rows,
             "cache": str(self.cache or "none"),
             "padding": f"{padding:.0%} of the canvas, first 100 steps",
         }
 
     def __getitems__(self, positions: np.ndarray) -> DetectionBatch:
-        canvas = self.canvas(int(positions[0]) // self.stream.global_batch_size)
+        canvas = self.compute_canvas(int(positions[0]) // self.stream.global_batch_size)
         samples: list[Sample] = []
         broken: list[str] = []
         prefetch_images(self.source, self.stream, positions)
-        for index, position in zip(
-            self.stream.get_indices(positions).tolist(), positions.tolist(), strict=True
-        ):
-            draws = self.augmentation.partners(position).tolist()
-            partners = [(self._partner(position, draw), _FRESH + draw % _FRESH) for draw in draws]
-            samples.append(self._augmented([(index, position), *partners], broken))
-        return self._batch(samples, positions, canvas, tuple(broken))
+        indices = self.stream.get_indices(positions).tolist()
+        for index, position in zip(indices, positions.tolist(), strict=True):
+            draws = [_Draw(index, position)]
+            for number in self.augmentation.draw_partners(position).tolist():
+                partner = self._choose_partner(position, number)
+                draws.append(_Draw(partner, _FIRST_PARTNER + number % _FIRST_PARTNER))
+            samples.append(self._load_augmented(draws, broken))
+        return self._collate(samples, positions, canvas, tuple(broken))
 
-    def _batch(
-        self, samples: list[Sample], positions: np.ndarray, canvas, broken=()
+    def _collate(
+        self,
+        samples: list[Sample],
+        positions: np.ndarray,
+        canvas: tuple[int, int],
+        broken: tuple[str, ...] = (),
     ) -> DetectionBatch:
-        batch = _batch(samples, positions, canvas, self.fill, broken)
+        batch = _collate(samples, positions, canvas, self.fill, broken)
         batch.drop_path = drop_path.draw_uniforms(
             positions, self.stream.global_batch_size, self.seed, self.drop_path_layers
         )
@@ -176,91 +193,104 @@ class TrainDataset(Dataset):
 
     def make_noise(self, num_samples: int) -> DetectionBatch:
         """Images of noise on the largest canvas of the first 100 steps, with as many boxes as can occur."""
-        height, width = max((self.canvas(step) for step in range(100)), key=math.prod)
+        canvases = [self.compute_canvas(step) for step in range(100)]
+        height, width = max(canvases, key=math.prod)
         samples = []
-        for boxes in self._most_boxes(num_samples).tolist():
-            corners = torch.rand(2, boxes, 2).sort(0).values * torch.tensor([width, height])
+        for num_boxes in self._count_max_boxes(num_samples).tolist():
+            corners = torch.rand(2, num_boxes, 2).sort(0).values * torch.tensor([width, height])
             image = torch.randint(256, (3, height, width), dtype=torch.uint8)
-            masks = (
-                torch.ones(boxes, height, width, dtype=torch.uint8)
-                if self.source.has_masks
-                else None
-            )
-            labels = torch.randint(len(self.source.classes), (boxes,))
+            masks = None
+            if self.source.has_masks:
+                masks = torch.ones(num_boxes, height, width, dtype=torch.uint8)
+            labels = torch.randint(len(self.source.classes), (num_boxes,))
             boxes = corners.movedim(0, 1).flatten(1)
-            samples.append(Sample(image, boxes, labels, torch.zeros_like(labels).bool(), masks))
-        return self._batch(samples, np.arange(num_samples), (height, width))
+            crowd = torch.zeros_like(labels).bool()
+            samples.append(Sample(image, boxes, labels, crowd, masks))
+        return self._collate(samples, np.arange(num_samples), (height, width))
 
     def describe_images(self, batch: DetectionBatch) -> list[tuple[str, str, list]]:
         """Of each image: how many objects it has, its name, and their boxes."""
-        found = []
+        descriptions = []
         indices = self.stream.get_indices(batch.positions.cpu().numpy()).tolist()
         for index, target in zip(indices, batch.targets, strict=True):
             names = [self.source.classes[label] for label in target["labels"].tolist()]
             boxes = list(zip(target["boxes"].tolist(), names, strict=True))
-            found.append(
-                (f"{len(boxes)} object" + "s" * (len(boxes) != 1), self.source.name(index), boxes)
-            )
-        return found
+            noun = "object" if len(boxes) == 1 else "objects"
+            descriptions.append((f"{len(boxes)} {noun}", self.source.name(index), boxes))
+        return descriptions
 
-    def _most_boxes(self, count: int) -> np.ndarray:
-        """int64[count]: largest numbers of boxes, summed if a position may show several images."""
-        ways = self.augmentation
-        parts = 1 + 3 * (ways.mosaic > 0) + (ways.mixup > 0)
+    def _count_max_boxes(self, num_samples: int) -> np.ndarray:
+        """int64[num_samples]: largest numbers of boxes, summed if a position may show several images."""
+        num_images = 1
+        if self.augmentation.mosaic > 0:
+            num_images += 3
+        if self.augmentation.mixup > 0:
+            num_images += 1
         if self.source.fresh:  # each position has an image of its own
-            counts = np.max([len(self.source.sample(0, position).boxes) for position in range(64)])
+            num_boxes = [len(self.source.load_sample(0, position).boxes) for position in range(64)]
+            box_counts = np.max(num_boxes)
         else:
-            counts = np.sort(np.diff(self.source.offsets))[::-1]
-        return np.resize(counts, (count, parts)).sum(1)
+            box_counts = np.sort(np.diff(self.source.offsets))[::-1]
+        return np.resize(box_counts, (num_samples, num_images)).sum(1)
 
-    def padding(self, step: int) -> float:
+    def compute_padding(self, step: int) -> float:
         """Share of the pixels of the global batch of `step` that are padding."""
-        sizes = self._sizes(step)
-        return 1 - sizes.prod(1).mean() / np.prod(_canvas(sizes, self.stride))
+        sizes = self._compute_sizes(step)
+        return 1 - sizes.prod(1).mean() / np.prod(_fit_canvas(sizes, self.stride))
 
-    def canvas(self, step: int) -> tuple[int, int]:
+    def compute_canvas(self, step: int) -> tuple[int, int]:
         """Height and width of the canvas of `step`, which holds all its images."""
-        return _canvas(self._sizes(step), self.stride)
+        return _fit_canvas(self._compute_sizes(step), self.stride)
 
-    def _sizes(self, step: int) -> np.ndarray:
+    def _compute_sizes(self, step: int) -> np.ndarray:
         positions = self.stream.get_positions(step, (0, self.stream.global_batch_size))
         sizes = self.source.sizes[self.stream.get_indices(positions)]
-        return self.augmentation.sizes(positions, sizes)
+        return self.augmentation.compute_sizes(positions, sizes)
 
-    def _augmented(self, places: list[tuple[int, int]], broken: list[str]) -> Sample:
-        """The sample at the first of `places` (index, position), with the others as its partners."""
-        position = places[0][1]
+    def _load_augmented(self, draws: list[_Draw], broken: list[str]) -> Sample:
+        """The augmented sample of the first of `draws`, with the others as its partners."""
+        position = draws[0].position
         try:
-            return self.augmentation(
-                [self.source.sample(*place, self.cache) for place in places], position, self.fill
-            )
+            samples = [
+                self.source.load_sample(draw.index, draw.position, self.cache) for draw in draws
+            ]
+            return self.augmentation(samples, position, self.fill)
         except BrokenImage:
-            parts, reasons = zip(*(self._decoded(*place) for place in places), strict=True)
-            broken += filter(None, reasons[:1])  # a broken partner counts in its own turn
-            return self.augmentation([*parts], position, self.fill)
+            samples = []
+            for i, draw in enumerate(draws):
+                sample, reason = self._load_decoded(draw)
+                samples.append(sample)
+                if reason and i == 0:  # a broken partner counts in its own turn
+                    broken.append(reason)
+            return self.augmentation(samples, position, self.fill)
 
-    def _partner(self, position: int, draw: int) -> int:
+    def _choose_partner(self, position: int, number: int) -> int:
         """Index of a partner for `position`: of blocks one of the same step, which are being read."""
         if not self.stream.blocks:
-            return draw % len(self.source)
-        place = (
-            position
-            - position % self.stream.global_batch_size
-            + draw % self.stream.global_batch_size
-        )
-        return int(self.stream.get_indices(np.array([place]))[0])
+            return number % len(self.source)
+        batch_size = self.stream.global_batch_size
+        first_position = position - position % batch_size
+        return int(self.stream.get_indices(np.array([first_position + number % batch_size]))[0])
 
-    def _decoded(self, index: int, position: int) -> tuple[Sample, str]:
+    def _load_decoded(self, draw: _Draw) -> tuple[Sample, str]:
         """The sample, decoded whole, and ""; or an empty scene of its size, and the reason."""
         try:
-            sample = self.source.sample(index, position, self.cache)
+            sample = self.source.load_sample(draw.index, draw.position, self.cache)
             return sample._replace(image=Picture(sample.image.decode())), ""
         except BrokenImage as error:
-            width, height = self.source.sizes[index].tolist()
-            none = np.zeros((0, height, width), np.uint8) if self.source.has_masks else None
-            boxes = np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, bool)
-            picture, size = Picture(blank(width, height, (0, 0, 0))), np.array([width, height])
-            return Sample(picture, *boxes, none, size), f"{self.source.name(index)}: {error}"
+            width, height = self.source.sizes[draw.index].tolist()
+            masks = None
+            if self.source.has_masks:
+                masks = np.zeros((0, height, width), np.uint8)
+            sample = Sample(
+                image=Picture(create_canvas(width, height, (0, 0, 0))),
+                boxes=np.zeros((0, 4), np.float32),
+                labels=np.zeros(0, np.int64),
+                crowd=np.zeros(0, bool),
+                masks=masks,
+                size=np.array([width, height]),
+            )
+            return sample, f"{self.source.name(draw.index)}: {error}"
 
 
 class EvalDataset(Dataset):
@@ -294,90 +324,98 @@ class EvalDataset(Dataset):
 
     def batches(self, limit: int) -> list[np.ndarray]:
         """All indices, in batches of up to `limit` images with the same canvas, large ones first."""
-        canvases = _multiples(self._sizes(np.arange(len(self.source))), self.stride)
+        canvases = _round_up(self._compute_sizes(np.arange(len(self.source))), self.stride)
         order = np.lexsort((*canvases.T, -canvases.prod(1)))
-        alike = np.split(order, np.flatnonzero(np.diff(canvases[order], axis=0).any(1)) + 1)
-        return [
-            group[start : start + limit] for group in alike for start in range(0, len(group), limit)
-        ]
+        differs = np.diff(canvases[order], axis=0).any(1)
+        batches = []
+        for group in np.split(order, np.flatnonzero(differs) + 1):
+            for start in range(0, len(group), limit):
+                batches.append(group[start : start + limit])
+        return batches
 
     def __getitems__(self, indices: np.ndarray) -> DetectionBatch:
-        sizes = self._sizes(indices)
-        if len(np.unique(_multiples(sizes, self.stride), axis=0)) > 1:
+        sizes = self._compute_sizes(indices)
+        if len(np.unique(_round_up(sizes, self.stride), axis=0)) > 1:
             raise ValueError(
                 "these images have different canvases: evaluate them in batches from `batches`"
             )
-        samples, broken = [], []
+        samples = []
+        broken = []
         for index, (width, height) in zip(indices.tolist(), sizes.tolist(), strict=True):
             decode = partial(self._decode, index, (height, width))
             try:  # whole images are large: one at a time
                 image = self.cache.get(index, decode) if self.cache else decode()
             except BrokenImage as error:
                 broken.append(f"{self.source.name(index)}: {error}")
-                image = blank(width, height, (0, 0, 0))
-            samples.append(nothing(1, 1, self.fill, False)._replace(image=image))
-        return _batch(samples, indices, _canvas(sizes, self.stride), self.fill, tuple(broken))
+                image = create_canvas(width, height, (0, 0, 0))
+            samples.append(empty_sample(1, 1, self.fill, has_masks=False)._replace(image=image))
+        canvas = _fit_canvas(sizes, self.stride)
+        return _collate(samples, indices, canvas, self.fill, tuple(broken))
 
     def _decode(self, index: int, size: tuple[int, int]) -> torch.Tensor:
         """uint8[3, *size]. Raises `BrokenImage`."""
-        return resize(self.source.picture(index).decode(), size, "bilinear")
+        return resize(self.source.open_picture(index).decode(), size, "bilinear")
 
-    def _sizes(self, indices: np.ndarray) -> np.ndarray:
+    def _compute_sizes(self, indices: np.ndarray) -> np.ndarray:
         """int64[n, 2]: width and height of these images on their canvas."""
-        return self.augmentation.sizes(indices, self.source.sizes[indices])
+        return self.augmentation.compute_sizes(indices, self.source.sizes[indices])
 
 
 def _describe_small(title: str, source: Annotated, augmentation: BoxAugmentation) -> str:
-    """How many objects are too small to train on even at the largest short side. Raises `Refused`
-    if most are.
+    """How many objects are too small to train on even at the largest short side.
+
+    Raises `Refused` if most are.
     """
     owners = np.repeat(np.arange(len(source)), np.diff(source.offsets))
     largest = replace(augmentation, short_sides=(max(augmentation.short_sides),))
-    corners = source.boxes * np.tile(largest.scales(owners, source.sizes[owners]), 2)
-    is_small = (corners[:, 2:] - corners[:, :2] < SMALLEST).any(axis=1)
+    scales = largest.compute_scales(owners, source.sizes[owners])
+    corners = source.boxes * np.tile(scales, 2)
+    is_small = (corners[:, 2:] - corners[:, :2] < MIN_SIDE).any(axis=1)
     notes = Notes(title, "objects")
     first = source.name(int(owners[is_small].min(initial=0)))
-    notes.leave_out(f"below {SMALLEST:g} pixel after resizing", first, is_small.sum())
+    notes.leave_out(f"below {MIN_SIDE:g} pixel after resizing", first, is_small.sum())
     return "".join(notes.format_lines(len(owners), "raise --short_sides and --long_side"))
 
 
-def blank_padding(images: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+def zero_padding(images: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """Set normalised images [B, 3, H, W] to 0 outside their `sizes` int64[B, 2] (width, height), in place."""
-    height, width = (torch.arange(side, device=images.device) for side in images.shape[2:])
-    inside = (height[:, None] < sizes[:, 1, None, None]) & (width < sizes[:, 0, None, None])
-    return images.mul_(inside[:, None])
+    height, width = images.shape[2:]
+    y = torch.arange(height, device=images.device)
+    x = torch.arange(width, device=images.device)
+    is_inside = (y[:, None] < sizes[:, 1, None, None]) & (x < sizes[:, 0, None, None])
+    return images.mul_(is_inside[:, None])
 
 
-def _multiples(sizes: np.ndarray, stride: int) -> np.ndarray:
-    return -(-sizes // stride) * stride
+def _round_up(sizes: np.ndarray, stride: int) -> np.ndarray:
+    return ceil_div(sizes, stride) * stride
 
 
-def _canvas(sizes: np.ndarray, stride: int) -> tuple[int, int]:
-    width, height = _multiples(sizes.max(0), stride).tolist()
+def _fit_canvas(sizes: np.ndarray, stride: int) -> tuple[int, int]:
+    """Height and width of the smallest canvas for images of `sizes` int64[n, 2] (width, height)."""
+    width, height = _round_up(sizes.max(0), stride).tolist()
     return height, width
 
 
-def _batch(
+def _collate(
     samples: list[Sample],
     positions: np.ndarray,
     canvas: tuple[int, int],
     fill: tuple[int, int, int],
-    broken: tuple,
+    broken: tuple[str, ...],
 ) -> DetectionBatch:
-    images, targets = torch.empty(len(samples), 3, *canvas, dtype=torch.uint8), []
-    ground = torch.tensor(fill, dtype=torch.uint8)[:, None, None]
+    images = torch.empty(len(samples), 3, *canvas, dtype=torch.uint8)
+    targets = []
+    colour = torch.tensor(fill, dtype=torch.uint8)[:, None, None]
     for image, sample, position in zip(images, samples, positions.tolist(), strict=True):
         height, width = sample.image.shape[1:]
         image[:, :height, :width] = sample.image
-        image[:, :height, width:] = ground
-        image[:, height:] = ground
+        image[:, :height, width:] = colour
+        image[:, height:] = colour
         target = {
             "boxes": sample.boxes,
             "labels": sample.labels,
             "crowd": sample.crowd,
             "position": position,
-        }
-        target |= {
             "size": torch.tensor([width, height]),
             "regions": sample.crowd.nonzero().flatten().tolist(),
         }

@@ -13,18 +13,22 @@ def parse_class_map(text: str, class_names: Sequence[str]) -> dict[str, str]:
     `class_names`, those of the data.
     """
     class_map = {}
-    for pair in filter(None, text.split(",")):
-        own, _, theirs = (part.strip() for part in pair.partition("="))
-        if not (own and theirs):
+    for pair in text.split(","):
+        if not pair:
+            continue
+        data_name, _, weights_name = pair.partition("=")
+        data_name = data_name.strip()
+        weights_name = weights_name.strip()
+        if not data_name or not weights_name:
             raise Refused(
                 f"--init_classes {text:.100}: must be OWN=THEIRS, joined by commas, such as "
                 "mug=cup,sofa=couch"
             )
-        (index,) = find_indices([own], class_names)
+        (index,) = find_indices([data_name], class_names)
         if index is None:
             raise Refused(
-                f"--init_classes {own}={theirs}: the data have no class {own}, but "
-                f"{format_names(class_names)}"
+                f"--init_classes {data_name}={weights_name}: the data have no class {data_name}, "
+                f"but {format_names(class_names)}"
             )
-        class_map[class_names[index]] = theirs
+        class_map[class_names[index]] = weights_name
     return class_map

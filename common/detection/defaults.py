@@ -11,7 +11,7 @@ from common.training import defaults
 # Settings, the families without them, and why.
 _MISSING = {
     "convolutions": (
-        {*FAMILIES, *TRANSFORMERS_FAMILIES} - {"fcos", "retinanet"},
+        (set(FAMILIES) | set(TRANSFORMERS_FAMILIES)) - {"fcos", "retinanet"},
         "has none in its heads",
     ),
     "width": ({"rf_detr"}, "has its own width"),
@@ -21,13 +21,16 @@ _MISSING = {
 }
 
 
-def describe(config) -> dict[str, str]:
+def describe_settings(config) -> dict[str, str]:
     """Rows of the start table: settings that the weights of `--init` decided, or a hint at weights."""
-    of_weights = read_settings(config.init) if config.init else {}
-    chosen = [
-        f"{name} {value}" for name, value in of_weights.items() if getattr(config, name) == value
-    ]
-    return {"as the weights": ", ".join(chosen)} if chosen else defaults.suggest_pretrained(config)
+    decided = []
+    if config.init:
+        for name, value in read_settings(config.init).items():
+            if getattr(config, name) == value:
+                decided.append(f"{name} {value}")
+    if decided:
+        return {"as the weights": ", ".join(decided)}
+    return defaults.suggest_pretrained(config)
 
 
 def refuse_missing(config) -> None:

@@ -13,41 +13,43 @@ from common.detection.transforms import BoxAugmentation
 
 
 def export(
-    detector: Detector, source: Annotated, plain: BoxAugmentation, results: dict, folder: Path
+    detector: Detector, source: Annotated, resize: BoxAugmentation, results: dict, folder: Path
 ) -> None:
     """Write a folder of weights, `config.json` with all settings to detect with them, and `results.json`.
 
-    `source` has its classes, `plain` resized images for its evaluation. A detector with an `export`
+    `source` has its classes, `resize` resized images for its evaluation. A detector with an `export`
     of its own, as transformers' have, writes the first two itself. The folder must not exist.
     """
     folder.mkdir(parents=True)
+    short_side = max(resize.short_sides)
     if hasattr(detector, "export"):
-        detector.export(folder, source.classes, max(plain.short_sides))
+        detector.export(folder, source.classes, short_side)
     else:
-        tensors = {
-            name: tensor.detach().cpu().contiguous()
-            for name, tensor in detector.state_dict().items()
-        }
+        tensors = {}
+        for name, tensor in detector.state_dict().items():
+            tensors[name] = tensor.detach().cpu().contiguous()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        config = describe(detector)
-        config |= {"short_side": max(plain.short_sides), "long_side": plain.long_side}
+        config = build_export_config(detector)
+        config |= {"short_side": short_side, "long_side": resize.long_side}
         config |= {"classes": list(source.classes), "category_ids": source.category_ids.tolist()}
-        config["options"] |= {"min_size": config["short_side"], "max_size": config["long_side"]}
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "results.json").write_text(
-        json.dumps(key_by_class(results, source.classes), indent=2) + "\n"
-    )
+        config["options"] |= {"min_size": short_side, "max_size": resize.long_side}
+        _write_json(folder / "config.json", config)
+    _write_json(folder / "results.json", key_by_class(results, source.classes))
     for file in folder.glob("*.safetensors"):
         file.chmod(folder.stat().st_mode & 0o666)  # it was written for its owner alone
 
 
-def describe(detector: Detector) -> dict:
+def _write_json(file: Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def build_export_config(detector: Detector) -> dict:
     """Arguments of timm and torchvision for the same detector; `options` have torchvision's names."""
     family = next(name for name, kind in FAMILIES.items() if type(detector) is kind)
-    backbone, two_stages = detector.backbone, family.endswith("rcnn")
-    generator = (detector.rpn if two_stages else detector).anchors.generator
-    thresholds = {"score_thresh": detector.score_threshold, "nms_thresh": detector.nms_threshold}
-    thresholds["detections_per_img"] = detector.limit
+    backbone = detector.backbone
+    has_two_stages = family.endswith("rcnn")
+    generator = (detector.rpn if has_two_stages else detector).anchors.generator
+    prefix = "box_" if has_two_stages else ""
     return {
         "family": family,
         "model": backbone.arguments["model_name"],
@@ -60,10 +62,12 @@ def describe(detector: Detector) -> dict:
         "variant": detector.variant,
         "anchors": {"sizes": generator.sizes, "aspect_ratios": generator.aspect_ratios},
         "options": {
-            "num_classes": detector.num_classes + two_stages,  # 0 is background
+            "num_classes": detector.num_classes + has_two_stages,  # 0 is background
             "image_mean": list(detector.pretrained_cfg["mean"]),
             "image_std": list(detector.pretrained_cfg["std"]),
             "size_divisible": backbone.stride,
-            **{f"{'box_' * two_stages}{name}": value for name, value in thresholds.items()},
+            f"{prefix}score_thresh": detector.score_threshold,
+            f"{prefix}nms_thresh": detector.nms_threshold,
+            f"{prefix}detections_per_img": detector.limit,
         },
     }

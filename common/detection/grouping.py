@@ -13,7 +13,7 @@ from common.randomness import key_of, uniforms
 
 def build_stream(config: Any, source: Annotated) -> Stream:
     """The stream of a run, as --repeat_threshold and --group_window say."""
-    weights = repeat_weights(source, config.repeat_threshold)
+    weights = compute_repeat_weights(source, config.repeat_threshold)
     if not config.group_window:
         return Stream.from_config(config, len(source), weights, blocks=source.blocks)
     aspects = source.sizes[:, 0] / source.sizes[:, 1]
@@ -21,7 +21,7 @@ def build_stream(config: Any, source: Annotated) -> Stream:
     return GroupedStream.from_config(config, len(source), weights, **options)
 
 
-def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
+def compute_repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
     """Weights of the images for `Stream`, float64[N]; None for a threshold of 0: all equally often.
 
     A class in a share f of the images has the weight max(1, sqrt(threshold / f)), an image the
@@ -36,14 +36,17 @@ def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
             f"--repeat_threshold {threshold:g}: scenes are made afresh for each position, none "
             "can be drawn more often; set 0"
         )
-    rows = np.repeat(np.arange(len(source)), np.diff(source.offsets))[~source.crowd]
+    num_images = len(source)
+    num_classes = len(source.classes)
+    owners = np.repeat(np.arange(num_images), np.diff(source.offsets))[~source.crowd]
     labels = source.labels[~source.crowd]
-    once = np.unique(rows * len(source.classes) + labels)  # each class once per image
-    rows, labels = np.divmod(once, len(source.classes))
-    share = np.bincount(labels, minlength=len(source.classes)) / len(source)
-    of_class = np.maximum(1, np.sqrt(threshold / share.clip(min=1 / len(source))))
-    weights = np.ones(len(source))
-    np.maximum.at(weights, rows, of_class[labels])
+    pairs = np.unique(owners * num_classes + labels)  # each class once per image
+    owners, labels = np.divmod(pairs, num_classes)
+    share_by_class = np.bincount(labels, minlength=num_classes) / num_images
+    share_by_class = share_by_class.clip(min=1 / num_images)
+    weight_by_class = np.maximum(1, np.sqrt(threshold / share_by_class))
+    weights = np.ones(num_images)
+    np.maximum.at(weights, owners, weight_by_class[labels])
     return weights
 
 
@@ -58,24 +61,29 @@ class GroupedStream(Stream):
     window: int = field(default=16, kw_only=True)
 
     def get_indices(self, positions: np.ndarray) -> np.ndarray:
-        result = np.empty(len(positions), np.int64)
-        span = self.window * self.global_batch_size
-        windows = positions // span
+        indices = np.empty(len(positions), np.int64)
+        window_size = self.window * self.global_batch_size
+        windows = positions // window_size
         for window in np.unique(windows).tolist():
-            here = windows == window
-            result[here] = self._arranged(window * span, span)[positions[here] - window * span]
-        return result
+            start = window * window_size
+            is_in_window = windows == window
+            window_indices = self._sort_window(start, window_size)
+            indices[is_in_window] = window_indices[positions[is_in_window] - start]
+        return indices
 
-    def _arranged(self, start: int, count: int) -> np.ndarray:
-        """The samples of a window: int64[count]."""
-        positions = np.arange(start, start + count)
+    def _sort_window(self, start: int, window_size: int) -> np.ndarray:
+        """The samples of a window, in batches of similar shapes: int64[window_size]."""
+        positions = np.arange(start, start + window_size)
         indices = super().get_indices(positions)
-        epochs, batches = positions // self.size, positions // self.global_batch_size
-        arranged = np.empty_like(indices)
+        epochs = positions // self.size
+        batches = positions // self.global_batch_size
+        result = np.empty_like(indices)
         for epoch in np.unique(epochs).tolist():
-            here = np.flatnonzero(epochs == epoch)
-            narrow_to_wide = indices[here][np.argsort(self.aspects[indices[here]], kind="stable")]
+            slots = np.flatnonzero(epochs == epoch)
+            epoch_indices = indices[slots]
+            by_aspect = np.argsort(self.aspects[epoch_indices], kind="stable")
             # The same for all of a batch.
-            draws = uniforms(batches[here], key_of(self.seed, "grouping"))
-            arranged[here[np.argsort(draws, kind="stable")]] = narrow_to_wide
-        return arranged
+            draws = uniforms(batches[slots], key_of(self.seed, "grouping"))
+            slots_by_draw = slots[np.argsort(draws, kind="stable")]
+            result[slots_by_draw] = epoch_indices[by_aspect]
+        return result

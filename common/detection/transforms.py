@@ -15,27 +15,30 @@ from common.detection.data.annotated import Sample
 from common.detection.samples import (
     FIRST,
     LAST,
-    blank,
+    ceil_div,
+    clip_boxes_to_image,
+    concat_annotations,
+    create_canvas,
     crop,
-    finished,
-    joined,
-    mirrored,
-    nothing,
-    padded,
+    empty_sample,
+    hflip,
+    pad,
+    remove_empty_masks,
 )
 from common.errors import Refused
 from common.randomness import key_of, mix, seed_generators, uniforms
 
-SMALLEST = 1.0  # pixels: a box that gets smaller than this on a side is left out
-_VISIBLE = 0.1  # share of a box: an object cut to less than this is left out; a crowd region is not
-_WIDEST = 4.0  # zoom-out: largest side of the canvas, as a multiple of the image's side
+MIN_SIDE = 1.0  # pixels: a box that gets smaller than this on a side is left out
+# Share of a box: an object that is cut to less than this is left out; a crowd region is not.
+_MIN_VISIBLE = 0.1
+_MAX_ZOOM_OUT = 4.0  # largest side of the canvas, as a multiple of the image's side
 
 
 @dataclass(frozen=True)
 class BoxAugmentation:
     """Augmentation of training images: a pure function of (seed, position).
 
-    The result is never larger than `sizes`, which needs no decoding.
+    The result is never larger than `compute_sizes` says, which needs no decoding.
 
     Sources: Liu et al. 2016, SSD (zoom-out, IoU crop, photometric); Ge et al. 2021, YOLOX (mosaic,
     then MixUp in equal parts, both without weights in the loss).
@@ -54,137 +57,166 @@ class BoxAugmentation:
     square: bool = False  # stretch to a square of the short side; `long_side` is not used
     alike: int = 1  # number of consecutive positions that draw the same short side
 
-    def scales(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    def compute_scales(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """float64[n, 2]: factors of the sides of whole images with `sizes` int[n, 2] (width, height)."""
-        short = np.array(self.short_sides)
-        if len(short) > 1:
-            drawn = uniforms(positions // self.alike, key_of(self.seed, "short side"))
-            short = short[(drawn * len(short)).astype(int)]
+        short_sides = np.array(self.short_sides)
+        if len(short_sides) > 1:
+            draws = uniforms(positions // self.alike, key_of(self.seed, "short side"))
+            short_sides = short_sides[(draws * len(short_sides)).astype(int)]
         if self.square:
-            return short.reshape(-1, 1) / sizes
-        return np.repeat(
-            np.minimum(short / sizes.min(1), self.long_side / sizes.max(1))[:, None], 2, axis=1
-        )
+            return short_sides.reshape(-1, 1) / sizes
+        scales = np.minimum(short_sides / sizes.min(1), self.long_side / sizes.max(1))
+        return np.repeat(scales[:, None], 2, axis=1)
 
-    def sizes(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """int64[n, 2]: largest width and height that `__call__` returns for images of `sizes` at
-        `positions`.
-        """
-        return _rounded(sizes * self.scales(positions, sizes))
+    def compute_sizes(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """int64[n, 2]: largest width and height that a call returns for images of `sizes` at `positions`."""
+        return _round_sizes(sizes * self.compute_scales(positions, sizes))
 
-    def partners(self, position: int) -> np.ndarray:
+    def draw_partners(self, position: int) -> np.ndarray:
         """uint64[n]: a random number for each partner of `position`: 3 for a mosaic, 1 for MixUp."""
-        count = 3 * self._happens("mosaic", position) + self._happens("mixup", position)
-        return mix(np.arange(count), key_of(self.seed, "partners", position))
+        num_partners = 0
+        if self._should_mix("mosaic", position):
+            num_partners += 3
+        if self._should_mix("mixup", position):
+            num_partners += 1
+        return mix(np.arange(num_partners), key_of(self.seed, "partners", position))
 
     def __call__(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
-        """The samples of a position and its partners -> one of tensors; `fill` is around the images."""
-        if self._happens("mosaic", position):
-            result = self._mosaic(samples[:4], position, fill)
-        else:
-            result = self._alone(samples[0], position, 0, fill)
-        if self._happens("mixup", position):
-            height, width = result.image.shape[1:]
-            other = self._alone(samples[-1], position, 4, fill, np.array([width, height]))
-            other = padded(other, 0, 0, width, height, fill)
-            half = ((result.image.short() + other.image.short()) // 2).to(torch.uint8)
-            result = joined(half, [result, other])
-        return finished(result)
+        """Make one sample of tensors from those of a position and its partners.
 
-    def _alone(
+        `fill` is the colour around the images.
+        """
+        if self._should_mix("mosaic", position):
+            result = self._make_mosaic(samples[:4], position, fill)
+        else:
+            result = self._augment_image(samples[0], position, number=0, fill=fill)
+        if self._should_mix("mixup", position):
+            height, width = result.image.shape[1:]
+            max_size = np.array([width, height])
+            partner = self._augment_image(
+                samples[-1], position, number=4, fill=fill, max_size=max_size
+            )
+            partner = pad(partner, 0, 0, width, height, fill)
+            image = ((result.image.short() + partner.image.short()) // 2).to(torch.uint8)
+            result = concat_annotations(image, [result, partner])
+        return remove_empty_masks(clip_boxes_to_image(result))
+
+    def _augment_image(
         self,
         sample: Sample,
         position: int,
         number: int,
         fill: tuple[int, int, int],
-        limit: np.ndarray | None = None,
+        max_size: np.ndarray | None = None,
     ) -> Sample:
-        """One image, a part of it, or it on a larger canvas; at most `limit` int[2] in size."""
+        """One image, a region of it, or it on a larger canvas; at most `max_size` int[2]."""
         size = sample.size
-        room = size * self.scales(np.array([position]), size[None])[0]  # size of the whole image
-        limit = _rounded(room) if limit is None else np.minimum(limit, _rounded(room))
+        full_size = size * self.compute_scales(np.array([position]), size[None])[0]
+        if max_size is None:
+            max_size = _round_sizes(full_size)
+        else:
+            max_size = np.minimum(max_size, _round_sizes(full_size))
         self._seed(position, number)
-        view, kept = np.concatenate([np.zeros(2, int), size]), np.ones(len(sample.boxes), bool)
-        if self._strikes(self.zoom_out, position):
-            canvas = (size * (1 + (_WIDEST - 1) * np.random.random())).astype(int)
-            corner = -_corner(canvas - size)
-            view = np.concatenate([corner, corner + canvas])
-        if self._strikes(self.iou_crop, position):
-            view, kept = _iou_crop(sample, view)
-        scale = room / (view[2:] - view[:2])
-        scale = scale if self.square else scale.min().repeat(2)
-        return self._shown(sample, _part(view, limit, scale), limit, scale, position, fill, kept)
+        view = np.concatenate([np.zeros(2, int), size])
+        is_visible = np.ones(len(sample.boxes), bool)
+        if self._should_apply(self.zoom_out, position):
+            zoom_out = 1 + (_MAX_ZOOM_OUT - 1) * np.random.random()
+            canvas_size = (size * zoom_out).astype(int)
+            corner = -_draw_corner(canvas_size - size)
+            view = np.concatenate([corner, corner + canvas_size])
+        if self._should_apply(self.iou_crop, position):
+            view, is_visible = _draw_iou_crop(sample, view)
+        scale = full_size / (view[2:] - view[:2])
+        if not self.square:
+            scale = scale.min().repeat(2)
+        view = _draw_view(view, max_size, scale)
+        return self._render(sample, view, max_size, scale, position, fill, is_visible)
 
-    def _mosaic(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
+    def _make_mosaic(
+        self, samples: list[Sample], position: int, fill: tuple[int, int, int]
+    ) -> Sample:
         """Four images around a point, each cut to its corner, at 0.5 to 1 times its own scale."""
-        where = np.array([position])
-        width, height = self.sizes(where, samples[0].size[None])[0].tolist()
+        positions = np.array([position])
+        width, height = self.compute_sizes(positions, samples[0].size[None])[0].tolist()
         self._seed(position, "mosaic")
-        x, y = (np.array([width, height]) * np.random.uniform(0.25, 0.75, 2)).astype(int).tolist()
-        image, parts = blank(width, height, fill), []
+        centre = np.array([width, height]) * np.random.uniform(0.25, 0.75, 2)
+        x, y = centre.astype(int).tolist()
+        mosaic = create_canvas(width, height, fill)
+        tiles = []
         for number, sample in enumerate(samples):
-            right, below = number % 2, number // 2
-            limit = np.array([width - x if right else x, height - y if below else y])
-            if not limit.all():  # an image of one pixel does not have four corners
+            is_right = number % 2 == 1
+            is_below = number // 2 == 1
+            max_size = np.array([width - x if is_right else x, height - y if is_below else y])
+            if not max_size.all():  # an image of one pixel does not have four corners
                 continue
             self._seed(position, number)
-            scale = self.scales(where, sample.size[None])[0] * np.random.uniform(0.5, 1)
-            view = _part(np.concatenate([np.zeros(2, int), sample.size]), limit, scale)
-            part = self._shown(sample, view, limit, scale, position, fill)
-            h, w = part.image.shape[1:]
-            left, top = x if right else x - w, y if below else y - h
-            image[:, top : top + h, left : left + w] = part.image
-            parts.append(padded(part, left, top, width, height, fill))
-        return joined(image, parts)
+            scale = self.compute_scales(positions, sample.size[None])[0]
+            scale = scale * np.random.uniform(0.5, 1)
+            view = np.concatenate([np.zeros(2, int), sample.size])
+            view = _draw_view(view, max_size, scale)
+            tile = self._render(sample, view, max_size, scale, position, fill)
+            tile_height, tile_width = tile.image.shape[1:]
+            left = x if is_right else x - tile_width
+            top = y if is_below else y - tile_height
+            mosaic[:, top : top + tile_height, left : left + tile_width] = tile.image
+            tiles.append(pad(tile, left, top, width, height, fill))
+        return concat_annotations(mosaic, tiles)
 
-    def _shown(
+    def _render(
         self,
         sample: Sample,
         view: np.ndarray,
-        limit: np.ndarray,
+        max_size: np.ndarray,
         scale: np.ndarray,
         position: int,
-        fill,
-        kept=True,
+        fill: tuple[int, int, int],
+        is_visible: np.ndarray | bool = True,
     ) -> Sample:
-        """The part in `view` (corners; may exceed the image), resized, mirrored, coloured."""
-        out = np.minimum(_rounded((view[2:] - view[:2]) * scale), limit)
-        width, height = out.tolist()
-        inside = view.clip(0, sample.size[FIRST])
-        low, high = np.rint((inside.reshape(2, 2) - view[:2]) * out / (view[2:] - view[:2])).astype(
-            int
-        )
-        low, high = np.minimum(low, out - 1), np.maximum(high, low + 1).clip(max=out)
-        span = inside[2:] - inside[:2]
-        if span.min() < 1:  # the view lies outside the image
-            return nothing(width, height, fill, sample.masks is not None)
+        """What `view` int[4] shows, resized, distorted in its colours, padded and mirrored.
 
-        cut = sample.boxes.clip(inside[FIRST], inside[LAST])
-        sides, whole = (boxes[:, 2:] - boxes[:, :2] for boxes in (cut, sample.boxes))
-        share = sides.prod(1) / whole.prod(1).clip(min=1e-9)
-        seen = (sides * ((high - low) / span) >= SMALLEST).all(1)
-        rows = np.flatnonzero(seen & (sample.crowd | kept & (share >= _VISIBLE)))
-        shown = crop(sample, inside, tuple((high - low)[::-1].tolist()), rows)
+        The view may exceed the image. `is_visible` bool[n] says which objects may stay.
+        """
+        view_size = view[2:] - view[:2]
+        out_size = np.minimum(_round_sizes(view_size * scale), max_size)
+        width, height = out_size.tolist()
+        region = view.clip(0, sample.size[FIRST])  # of the image
+        region_size = region[2:] - region[:2]
+        if region_size.min() < 1:  # the view lies outside the image
+            return empty_sample(width, height, fill, has_masks=sample.masks is not None)
+        edges = np.rint((region.reshape(2, 2) - view[:2]) * out_size / view_size).astype(int)
+        start = np.minimum(edges[0], out_size - 1)
+        end = np.maximum(edges[1], start + 1).clip(max=out_size)
+        shown_size = end - start
+
+        indices = _choose_objects(sample, region, shown_size / region_size, is_visible)
+        result = crop(sample, region, tuple(shown_size[::-1].tolist()), indices)
         if self._is_strong(position) and self.photometric:
-            # Pillow stays in 8 bits, in 0.6 of the time.
-            image = Image.fromarray(shown.image.permute(1, 2, 0).numpy())
-            shown = shown._replace(
-                image=pil_to_tensor(v2.RandomPhotometricDistort(p=self.photometric)(image))
-            )
-        left, top = low.tolist()
-        shown = padded(shown, left, top, width, height, fill)
-        return mirrored(shown) if np.random.random() < self.hflip else shown
+            result = result._replace(image=self._distort_colours(result.image))
+        left, top = start.tolist()
+        result = pad(result, left, top, width, height, fill)
+        if np.random.random() < self.hflip:
+            result = hflip(result)
+        return result
+
+    def _distort_colours(self, image: torch.Tensor) -> torch.Tensor:
+        # Pillow stays in 8 bits, in 0.6 of the time.
+        pil_image = Image.fromarray(image.permute(1, 2, 0).numpy())
+        return pil_to_tensor(v2.RandomPhotometricDistort(p=self.photometric)(pil_image))
 
     # ---- draws
 
-    def _happens(self, name: str, position: int) -> bool:
-        probability = getattr(self, name) if self._is_strong(position) else 0
-        return bool(
-            probability and uniforms(np.array([position]), key_of(self.seed, name))[0] < probability
-        )
+    def _should_mix(self, name: str, position: int) -> bool:
+        """True if `position` is a mosaic or a MixUp: a pure function, unlike `_should_apply`."""
+        probability = getattr(self, name)
+        if not probability or not self._is_strong(position):
+            return False
+        draw = uniforms(np.array([position]), key_of(self.seed, name))[0]
+        return bool(draw < probability)
 
-    def _strikes(self, probability: float, position: int) -> bool:
-        return np.random.random() < probability and self._is_strong(position)
+    def _should_apply(self, probability: float, position: int) -> bool:
+        """Draw from NumPy's generator, also where strong augmentation has ended."""
+        is_drawn = np.random.random() < probability
+        return is_drawn and self._is_strong(position)
 
     def _is_strong(self, position: int) -> bool:
         return position < self.strong_until or not self.strong_until
@@ -204,43 +236,60 @@ def read_sides(config: Any, stride: int, square: bool) -> tuple[tuple[int, ...],
     eval_side = config.eval_short_side or max(short_sides)
     uneven = [side for side in (*short_sides, eval_side) if side % stride]
     if square and uneven:
+        next_side = ceil_div(uneven[0], stride) * stride
         raise Refused(
             f"--short_sides, --eval_short_side: a square of {uneven[0]} pixels is no multiple of "
-            f"{stride}, as --detector {config.detector} needs; take "
-            f"{-(-uneven[0] // stride) * stride}"
+            f"{stride}, as --detector {config.detector} needs; take {next_side}"
         )
     return short_sides, eval_side
 
 
-def _rounded(sizes: np.ndarray) -> np.ndarray:
+def _round_sizes(sizes: np.ndarray) -> np.ndarray:
     return np.maximum(1, np.rint(sizes)).astype(np.int64)
 
 
-def _corner(free: np.ndarray) -> np.ndarray:
-    return np.floor(np.random.random(2) * (free + 1)).astype(int)
+def _draw_corner(space: np.ndarray) -> np.ndarray:
+    """int[2]: a random corner in 0 to `space` int[2], both included."""
+    return np.floor(np.random.random(2) * (space + 1)).astype(int)
 
 
-def _part(view: np.ndarray, limit: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """The largest part of a view that fits into `limit` at these scales, at a random place in it."""
+def _draw_view(view: np.ndarray, max_size: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The largest part of a view that fits into `max_size` at this scale, at a random position in it."""
     size = view[2:] - view[:2]
-    shown = np.minimum(size, np.ceil(limit / scale - 1e-6)).clip(min=1).astype(int)
-    shown = np.where(_rounded(size * scale) <= limit, size, shown)  # rounding down cuts nothing off
-    corner = view[:2] + _corner(size - shown)
-    return np.concatenate([corner, corner + shown])
+    part_size = np.minimum(size, np.ceil(max_size / scale - 1e-6)).clip(min=1).astype(int)
+    # Rounding down cuts nothing off.
+    part_size = np.where(_round_sizes(size * scale) <= max_size, size, part_size)
+    corner = view[:2] + _draw_corner(size - part_size)
+    return np.concatenate([corner, corner + part_size])
 
 
-def _iou_crop(sample: Sample, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _choose_objects(
+    sample: Sample, region: np.ndarray, scale: np.ndarray, is_visible: np.ndarray | bool
+) -> np.ndarray:
+    """int64[m]: the objects that are large enough in `region` int[4] once it is resized by `scale`."""
+    clipped = sample.boxes.clip(region[FIRST], region[LAST])
+    clipped_sides = clipped[:, 2:] - clipped[:, :2]
+    full_sides = sample.boxes[:, 2:] - sample.boxes[:, :2]
+    visible_share = clipped_sides.prod(1) / full_sides.prod(1).clip(min=1e-9)
+    is_large = (clipped_sides * scale >= MIN_SIDE).all(1)
+    is_object = sample.crowd | is_visible & (visible_share >= _MIN_VISIBLE)
+    return np.flatnonzero(is_large & is_object)
+
+
+def _draw_iou_crop(sample: Sample, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """A part of the view, as in SSD, and bool[n]: whether the centre of each box lies in it."""
-    boxes, everything = sample.boxes[~sample.crowd], np.ones(len(sample.boxes), bool)
+    boxes = sample.boxes[~sample.crowd]
+    is_inside = np.ones(len(sample.boxes), bool)
     width, height = (view[2:] - view[:2]).tolist()
     if not len(boxes) or min(width, height) < 4:  # it would search for long, or divide by 0
-        return view, everything
-    canvas = {"format": "XYXY", "canvas_size": (height, width)}
-    found = v2.RandomIoUCrop().make_params(
-        [tv_tensors.BoundingBoxes(boxes - view[FIRST], **canvas)]
+        return view, is_inside
+    tv_boxes = tv_tensors.BoundingBoxes(
+        boxes - view[FIRST], format="XYXY", canvas_size=(height, width)
     )
-    if not found:  # one of its choices is the whole view
-        return view, everything
-    corner = view[:2] + [found["left"], found["top"]]
-    everything[~sample.crowd] = found["is_within_crop_area"].numpy()
-    return np.concatenate([corner, corner + [found["width"], found["height"]]]), everything
+    params = v2.RandomIoUCrop().make_params([tv_boxes])
+    if not params:  # one of its choices is the whole view
+        return view, is_inside
+    is_inside[~sample.crowd] = params["is_within_crop_area"].numpy()
+    corner = view[:2] + [params["left"], params["top"]]
+    size = [params["width"], params["height"]]
+    return np.concatenate([corner, corner + size]), is_inside

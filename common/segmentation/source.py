@@ -149,7 +149,7 @@ class PaintedObjects(Masked):
         return self.objects.list_files()
 
     def load_pair(self, index: int, position: int, cache: Cache | None = None) -> Pair:
-        sample = self.objects.sample(index, position, cache)
+        sample = self.objects.load_sample(index, position, cache)
         mask = paint_masks(sample.masks, sample.labels + 1, sample.crowd, background=0)
         return Pair(sample.image, mask)
 

@@ -17,7 +17,7 @@ from common.data.decoding import Picture
 from common.data.images import BrokenImage
 from common.data.source import refuse_broken, sample_evenly
 from common.detection.data import sources as detection_sources
-from common.detection.data.coco_files import coco_files
+from common.detection.data.coco_files import find_coco_files
 from common.distributed.environment import count_cores
 from common.errors import Refused
 from common.segmentation.folders import find_folder, read_split
@@ -42,7 +42,7 @@ def load_data(config: Any, weights: Origin | None = None) -> tuple[Masked, Maske
     train: Any
     val: Any
     root = Path(os.path.abspath(Path(config.data).expanduser()))
-    if config.data == "digits" or coco_files(root):
+    if config.data == "digits" or find_coco_files(root):
         if config.ignore_zero:
             raise Refused(
                 "--ignore_zero: is for files of masks, where 0 can mean no label; the data have "

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.classification.balancing import class_weights, sample_weights
+from common.classification.balancing import class_weights, compute_sample_weights
 from common.errors import Refused
 
 LABELS = np.repeat(np.arange(4), [1, 4, 16, 0])  # a class without samples, too
@@ -21,11 +21,11 @@ def test_class_weights_follow_frequencies_and_have_mean_1() -> None:
 
 
 def test_sampling_weights_draw_classes_as_often_as_they_say() -> None:
-    assert sample_weights("natural", LABELS, 4) is None
+    assert compute_sample_weights("natural", LABELS, 4) is None
     for kind, shares in (("balanced", [1, 1, 1]), ("sqrt", [1, 2, 4])):
-        weights = sample_weights(kind, LABELS, 4)
+        weights = compute_sample_weights(kind, LABELS, 4)
         of_classes = np.bincount(LABELS, weights)
         assert of_classes / of_classes[0] == pytest.approx(shares)
         assert len(set(weights[5:])) == 1  # within a class all alike
     with pytest.raises(Refused, match=r"--sampling balanced: .* use --class_weights balanced"):
-        sample_weights("balanced", np.ones((3, 2), bool), 2)
+        compute_sample_weights("balanced", np.ones((3, 2), bool), 2)

@@ -85,7 +85,7 @@ def samples(source: Numbers, batch: int = 12, config=VARIED, **options) -> Train
 
 def each_sample(batch: Batch) -> dict[int, bytes]:
     """Position -> all that the batch holds for it."""
-    colours, erasing, mixing = batch.draws
+    colours, erasing, mixing = batch.random_params
     parts = [
         batch.images.flatten(1),
         batch.labels[:, None],

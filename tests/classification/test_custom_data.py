@@ -131,17 +131,18 @@ def test_images_are_read_when_they_are_wanted() -> None:
     data = Counted([(image(number), number % 2) for number in range(200)])
     train, val = read(data)
     assert data.read < 50, "labels are known: only a look at the data reads some"
-    assert sorted([*train.rows, *val.rows]) == list(range(200))
+    assert sorted([*train.indices, *val.indices]) == list(range(200))
     assert all(
-        train.image(index).getpixel((0, 0))[0] == train.rows[index] for index in range(len(train))
+        train.image(index).getpixel((0, 0))[0] == train.indices[index]
+        for index in range(len(train))
     )
     assert (
-        np.array_equal(train.labels, train.rows % 2)
-        and train.name(3) == f"Counted[{train.rows[3]}]"
+        np.array_equal(train.labels, train.indices % 2)
+        and train.name(3) == f"Counted[{train.indices[3]}]"
     )
     assert pickle.loads(pickle.dumps(val)).fingerprint == val.fingerprint
     # One of those that are looked at.
-    data.items[int(val.rows[0])] = (image(250), int(val.labels[0]))
+    data.items[int(val.indices[0])] = (image(250), int(val.labels[0]))
     assert read(data)[1].fingerprint != val.fingerprint
     torn = read(Counted([(image(1), index % 2) for index in range(20)]), is_eval_only=True)[1]
     with pytest.raises(BrokenImage, match="torn"):
@@ -151,7 +152,7 @@ def test_images_are_read_when_they_are_wanted() -> None:
 def test_tensors_keep_all_channels_and_show_three() -> None:
     tensors = [torch.full((4, 6, 5), number, dtype=torch.uint8) for number in range(20)]
     _, val = read(Shells([(tensor, number % 2) for number, tensor in enumerate(tensors)]))
-    index = int(val.rows[0])
+    index = int(val.indices[0])
     assert torch.equal(val.content(0), tensors[index])
     image = val.image(0)
     assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (5, 6), (index,) * 3)
@@ -187,7 +188,7 @@ def test_tensors_are_evaluated_as_images_are(channels: int) -> None:
 def test_an_image_may_have_several_labels() -> None:
     train, val = read(Shells([(image(number), [1, number % 2, 0]) for number in range(20)], "abc"))
     assert train.multi_label and train.labels.shape[1] == 3 and (len(train), len(val)) == (15, 5)
-    assert np.array_equal(train.labels[:, 1], train.rows % 2)
+    assert np.array_equal(train.labels[:, 1], train.indices % 2)
 
 
 def test_torchvisions_data_sets_fit(tmp_path: Path) -> None:
@@ -196,7 +197,7 @@ def test_torchvisions_data_sets_fit(tmp_path: Path) -> None:
     fake = FakeData(20, (3, 8, 8), num_classes=2)
     fake.classes = ["odd", "even"]  # the only one without
     train, _ = read(fake)
-    assert np.array_equal(np.asarray(train.image(7)), np.asarray(fake[train.rows[7]][0]))
+    assert np.array_equal(np.asarray(train.image(7)), np.asarray(fake[train.indices[7]][0]))
     _, val = read(ImageFolder(pets(tmp_path)))
     assert val.classes == ("cat", "dog") and val.labels.tolist() == [0] * 2 + [1] * 3
 

@@ -11,7 +11,7 @@ from scipy.stats import ks_2samp
 from timm.data import create_transform
 from torchvision.transforms import RandomResizedCrop
 
-from common.classification.transforms import EvalTransform, TrainingTransform, crop
+from common.classification.transforms import EvalTransform, TrainingTransform, draw_crop
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
 from common.errors import Refused
@@ -106,7 +106,7 @@ def test_crops_are_those_of_torchvision(height: int, width: int, least_area: flo
     """Not the same draws, but the same distribution of areas, ratios and places."""
     image = torch.empty(3, height, width)
     random.seed(0), torch.manual_seed(0)
-    mine = np.array([crop(height, width, least_area) for _ in range(1_000)], float)
+    mine = np.array([draw_crop(height, width, least_area) for _ in range(1_000)], float)
     theirs = [
         RandomResizedCrop.get_params(image, scale=(least_area, 1.0), ratio=(3 / 4, 4 / 3))
         for _ in range(1_000)

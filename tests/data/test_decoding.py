@@ -16,7 +16,7 @@ from simplejpeg import decode_jpeg
 from common.data import decoding
 from common.data.decoding import Picture
 from common.data.images import BrokenImage, open_rgb
-from common.detection.data.image_headers import header_of, headers_of_files
+from common.detection.data.image_headers import read_file_headers, read_header
 from tests.data.test_images import chunk, pixels, tiff
 from tests.harness.photographs import CHINA, encoded, exif, jpeg
 
@@ -125,8 +125,8 @@ def test_all_readers_agree_on_the_orientation(name: str, data: bytes, tmp_path: 
         assert np.array_equal(part.permute(1, 2, 0), evaluated[5:25, 7:37])
     upright = CHINA.resize((64, 48)).transpose(Image.Transpose.ROTATE_270)
     assert np.abs(evaluated.astype(int) - np.asarray(upright)).mean() < 12
-    of_file = headers_of_files(str(tmp_path), pa.array([b"image"], pa.large_binary()))[0]
-    assert tuple(of_file) == header_of(data) == (64, 48, 6, len(data))
+    of_file = read_file_headers(str(tmp_path), pa.array([b"image"], pa.large_binary()))[0]
+    assert tuple(of_file) == read_header(data) == (64, 48, 6, len(data))
 
 
 def test_a_large_photograph_is_never_decoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:

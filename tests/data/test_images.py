@@ -16,7 +16,7 @@ from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 
 from common.data.decoding import Picture
 from common.data.images import MAX_PIXELS, SUFFIXES, BrokenImage, open_rgb
-from common.detection.data.image_headers import header_of
+from common.detection.data.image_headers import read_header
 from tests.harness.launching import ROOT
 from tests.harness.odd_files import bounded
 from tests.harness.photographs import encoded, exif
@@ -268,7 +268,7 @@ def test_large_text_and_profiles_of_a_png_cost_no_image() -> None:
     for options in ({"pnginfo": text}, {"icc_profile": bytes(1_200_000)}):
         data = encoded(image, **options)
         assert np.all(pixels(data) == (10, 20, 30))
-        assert header_of(data)[:2] == (6, 4)
+        assert read_header(data)[:2] == (6, 4)
 
 
 # ---- upright

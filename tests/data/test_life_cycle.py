@@ -68,7 +68,9 @@ def test_a_source_lives_in_workers(kind: str, tmp_path, monkeypatch) -> None:
             for index in range(count)
         )
         if task is annotated:
-            same &= np.array_equal(source.sample(3, 0).image.decode().permute(1, 2, 0), expected[3])
+            same &= np.array_equal(
+                source.load_sample(3, 0).image.decode().permute(1, 2, 0), expected[3]
+            )
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
     reachable = set()

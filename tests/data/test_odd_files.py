@@ -20,7 +20,7 @@ from common.config.parsing import parse
 from common.data.decoding import Picture
 from common.data.images import BrokenImage, open_rgb
 from common.detection.data import sources as detection
-from common.detection.data.image_headers import headers_of_files
+from common.detection.data.image_headers import read_file_headers
 from common.detection.weights.sources import read_weights
 from common.errors import Refused
 from common.run.folder import read_json
@@ -142,7 +142,7 @@ def test_a_fifo_counts_as_absent_or_as_an_unreadable_image(tmp_path: Path) -> No
     link_to_fifo(tmp_path / "a.jpg")
     with bounded():
         assert read_json(tmp_path / "a.jpg") == {}
-        assert headers_of_files(
+        assert read_file_headers(
             str(tmp_path), pa.array([b"a.jpg"], pa.large_binary())
         ).tolist() == [[0, 0, 1, 0]]
 
@@ -150,7 +150,7 @@ def test_a_fifo_counts_as_absent_or_as_an_unreadable_image(tmp_path: Path) -> No
 def test_names_that_no_file_can_have_are_missing(tmp_path: Path) -> None:
     for name in (b"a\0b.jpg", b"x" * 300):
         with pytest.raises(Refused, match="1 of 1 annotated images are missing"):
-            headers_of_files(str(tmp_path), pa.array([name], pa.large_binary()))
+            read_file_headers(str(tmp_path), pa.array([name], pa.large_binary()))
 
 
 def test_a_checkpoint_names_no_file_elsewhere(tmp_path: Path) -> None:

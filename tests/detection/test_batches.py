@@ -11,7 +11,7 @@ from common.data.stream import Stream
 from common.detection import batches
 from common.detection.batches import EvalDataset, TrainDataset
 from common.detection.data.annotated import Annotated
-from common.detection.data.masks import decode
+from common.detection.data.masks import decode_masks
 from common.detection.evaluation.evaluation import restore_sizes
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
@@ -62,10 +62,10 @@ def samples_of(data, size=6, ways=None) -> TrainDataset:
 
 def test_padding_is_the_share_of_the_pixels_that_no_image_has():
     samples = samples_of(source())
-    assert not any(side % 16 for side in samples.canvas(1))
+    assert not any(side % 16 for side in samples.compute_canvas(1))
     batch = samples.__getitems__(np.arange(6, 12))
     covered = batch.sizes.prod(1).sum().item() / batch.images[:, 0].numel()
-    assert 0.05 < samples.padding(1) == pytest.approx(1 - covered)
+    assert 0.05 < samples.compute_padding(1) == pytest.approx(1 - covered)
 
 
 def test_broken_images_and_partners_leave_the_canvas_as_it_is():
@@ -119,7 +119,7 @@ def test_plain_training_shows_the_pixels_of_the_evaluation(square, short_side):
     plain = BoxAugmentation(0, (short_side,), 80, square=square)
     evaluation = evaluated(data, plain)
     for index in range(23):
-        shown = plain([data.sample(index, 0)], 1000 + index, (7, 8, 9)).image
+        shown = plain([data.load_sample(index, 0)], 1000 + index, (7, 8, 9)).image
         height, width = shown.shape[1:]
         batch = evaluation.__getitems__(np.array([index]))
         assert batch.sizes[0].tolist() == [width, height] and (
@@ -139,7 +139,7 @@ def test_squares_of_a_step_have_one_side_and_no_padding():
             batch.images.shape[2] == batch.images.shape[3]
             and (batch.sizes == batch.images.shape[2]).all()
         )
-        assert samples.padding(step) == 0
+        assert samples.compute_padding(step) == 0
         sides.add(batch.images.shape[2])
     assert sides == {32, 48}
 
@@ -157,6 +157,6 @@ def test_what_is_found_is_given_in_pixels_of_the_original():
     for index, one in zip(indices, restore_sizes(data, batch, found), strict=True):
         width, height = data.sizes[index].tolist()
         torch.testing.assert_close(one["boxes"], quarter * torch.tensor([width, height] * 2))
-        (mask,) = decode(one["rles"], data.sizes[index])
+        (mask,) = decode_masks(one["rles"], data.sizes[index])
         rows, columns = mask.nonzero()
         assert abs(rows.min() - height / 2) <= 1 and abs(columns.max() + 1 - width / 2) <= 1

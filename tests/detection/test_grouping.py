@@ -6,7 +6,7 @@ import pytest
 from common.data.stream import Stream
 from common.detection.data import scenes
 from common.detection.data.annotated import Annotated
-from common.detection.grouping import GroupedStream, repeat_weights
+from common.detection.grouping import GroupedStream, compute_repeat_weights
 from common.errors import Refused
 from tests.harness.detections import columns
 
@@ -16,17 +16,17 @@ def test_an_image_weighs_as_its_rarest_class():
     images = [[((0, 0, 5, 5), label) for label in of_image] for of_image in objects]
     images[0].append(((0, 0, 5, 5), 3, True))
     data = Annotated(**columns(images, classes=tuple("abcd")))
-    weights = repeat_weights(data, 0.4)  # classes are in 9, 2 and 1 of 10 images
+    weights = compute_repeat_weights(data, 0.4)  # classes are in 9, 2 and 1 of 10 images
     rare = np.sqrt(0.4 / 0.2), np.sqrt(0.4 / 0.1)
     assert weights == pytest.approx([1, 1, rare[0], 1, rare[0], 1, 1, 1, rare[1], 1])
-    assert repeat_weights(data, 0.0) is None
+    assert compute_repeat_weights(data, 0.0) is None
     drawn = (
         np.bincount(Stream(10, 10, 0, weights=weights).get_indices(np.arange(4_000)), minlength=10)
         / 400
     )
     assert drawn == pytest.approx(10 * weights / weights.sum(), abs=0.1)
     with pytest.raises(Refused, match=r"--repeat_threshold 0.001: scenes are made afresh"):
-        repeat_weights(scenes.load(0)[0], 0.001)
+        compute_repeat_weights(scenes.load(0)[0], 0.001)
 
 
 def aspects(count, seed=0):

@@ -136,14 +136,14 @@ def test_every_file_is_upright_and_evaluated_in_full() -> None:
         data, SimpleNamespace(resize=shown, stride=16, fill=FILL, normalize=None)
     )
     for index, content in enumerate(FILES.values()):
-        image, result = open_rgb(content), shown([data.sample(index, 0)], index, FILL)
+        image, result = open_rgb(content), shown([data.load_sample(index, 0)], index, FILL)
         assert image.size == tuple(data.sizes[index])
         width, height = result.image.shape[:0:-1]
         expected = pil_to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))
         assert pixels_off(result.image, expected).mean() <= 3
         evaluated = evaluation.__getitems__(np.array([index])).images[0, :, :height, :width]
         assert pixels_off(evaluated, expected).max() <= 1
-        boxes = torch.from_numpy(data.sample(index, 0).boxes) * 48 / max(image.size)
+        boxes = torch.from_numpy(data.load_sample(index, 0).boxes) * 48 / max(image.size)
         assert torch.allclose(result.boxes, boxes, atol=0.6)
 
 
@@ -155,7 +155,7 @@ def test_a_broken_image_is_an_empty_scene_and_named() -> None:
     reasons = {}
     for index, name in enumerate(files):
         try:
-            source(files).sample(index, 0).image.decode()
+            source(files).load_sample(index, 0).image.decode()
         except BrokenImage as error:
             reasons[index] = f"{name}: {error}"
     assert [*reasons] == [8, 9] and not none

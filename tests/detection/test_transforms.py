@@ -53,7 +53,7 @@ def painted(size, count, seed=0, crowd=()) -> Sample:
 
 def vary(augmentation, position, own, others=None) -> Sample:
     others = others or [painted((70, 90), 3, seed) for seed in range(5)]
-    return augmentation([own, *others[: len(augmentation.partners(position))]], position, FILL)
+    return augmentation([own, *others[: len(augmentation.draw_partners(position))]], position, FILL)
 
 
 def same(one: Sample, other: Sample) -> bool:
@@ -103,15 +103,17 @@ def test_boxes_and_masks_stay_on_the_pixels_of_their_objects(way):
 def test_no_image_is_larger_than_its_metadata_say(position, size, way, count):
     augmentation = build(**WAYS[way])
     own = painted(size, count if min(size) > 40 else 0)
-    bound = augmentation.sizes(np.array([position]), np.array([size]))[0]
+    bound = augmentation.compute_sizes(np.array([position]), np.array([size]))[0]
     result = vary(
         augmentation, position, own, [painted((41 + n, 200 - 35 * n), 1) for n in range(5)]
     )
     assert (np.array(result.image.shape[:0:-1]) <= bound).all()
     # As a step asks.
-    several = augmentation.sizes(np.array([position + 1, position]), np.array([(9, 8), size]))
+    several = augmentation.compute_sizes(
+        np.array([position + 1, position]), np.array([(9, 8), size])
+    )
     assert np.array_equal(several[1], bound)
-    whole = build(short_sides=WAYS[way].get("short_sides", (64,))).sizes(
+    whole = build(short_sides=WAYS[way].get("short_sides", (64,))).compute_sizes(
         np.array([position]), np.array([size])
     )[0]
     assert (bound <= whole).all() and bound.max() <= 120
@@ -153,17 +155,17 @@ def test_a_mosaic_shows_four_images_and_mixup_two():
         assert all(len(row) == row.max() - row.min() + 1 for row in rows)
     mixed = vary(build(mixup=1.0), 3, own, others)
     assert mixed.labels.tolist() == [0, 1] and mixed.image[0, 30, 20] == (50 + 80) // 2
-    assert len(build(mosaic=1.0, mixup=1.0).partners(3)) == 4
+    assert len(build(mosaic=1.0, mixup=1.0).draw_partners(3)) == 4
 
 
 def test_strong_ways_end_at_a_position_and_the_gentle_ones_go_on():
     ways = dict.fromkeys(("mosaic", "mixup", "iou_crop", "zoom_out", "photometric"), 1.0)
     own, gentle = painted((100, 80), 3), build(hflip=0.5)
     augmentation = build(hflip=0.5, **ways, strong_until=10)
-    assert [len(augmentation.partners(position)) for position in (9, 10)] == [4, 0]
+    assert [len(augmentation.draw_partners(position)) for position in (9, 10)] == [4, 0]
     assert not same(vary(augmentation, 9, own), vary(gentle, 9, own))
     for position in (10, 11, 12, 10**12):
-        assert augmentation.sizes(np.array([position]), np.array([[100, 80]])).tolist() == [
+        assert augmentation.compute_sizes(np.array([position]), np.array([[100, 80]])).tolist() == [
             list(vary(augmentation, position, own).image.shape[:0:-1])
         ]
         assert len(vary(augmentation, position, own).boxes) <= 3

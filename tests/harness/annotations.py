@@ -22,7 +22,9 @@ def check_same(part: AnnotatedImages, other: AnnotatedImages):
         elif field.name == "images":
             assert mine.root == its.root and mine.paths.equals(its.paths)
         elif field.name == "masks" and mine:
-            assert mine.shapes.equals(its.shapes) and np.array_equal(mine.turns, its.turns)
+            assert mine.shapes.equals(its.shapes) and np.array_equal(
+                mine.orientations, its.orientations
+            )
         else:
             assert mine == its and type(mine) is type(its), field.name
     everything = np.arange(len(part))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from common.detection.data.annotated import Annotated
-from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
+from common.detection.evaluation.matching import IN_CROWD, NO_OBJECT, Matches
 
 CLASSES = ("never there", "cat", "dog", "bird")
 A, B = (10, 10, 50, 50), (60, 60, 80, 80)  # boxes in an image of 100 x 100
@@ -132,7 +132,7 @@ def boxes_in_coco(ids: np.ndarray, images: np.ndarray, rows: np.ndarray) -> list
 
 def hits_of(evaluation, count: int) -> np.ndarray:
     """int64[count]: the object that each detection shows at IoU 0.5 and any size, as `Matches.hits`."""
-    hits = np.full(count, NONE)
+    hits = np.full(count, NO_OBJECT)
     for part in filter(None, evaluation.evalImgs):
         if part["aRng"] == evaluation.params.areaRng[0]:
             for number, annotated, ignored in zip(

@@ -73,7 +73,7 @@ def draw_scenes(folder: Path) -> None:
         images, annotations = [], []
         for number in range(count):
             width, height = 96 + 7 * number % 33, 96 + 11 * number % 31
-            picture, boxes, labels, _, masks, _ = source.sample(number, number)
+            picture, boxes, labels, _, masks, _ = source.load_sample(number, number)
             pixels = picture.decode().permute(1, 2, 0).numpy()
             inside = (
                 (boxes[:, 2:] <= (width, height)).all(1)
@@ -89,7 +89,7 @@ def draw_scenes(folder: Path) -> None:
                     "height": height,
                 }
             )
-            shown = mask_columns.encode(masks[inside, :height, :width])
+            shown = mask_columns.encode_masks(masks[inside, :height, :width])
             runs = [rle | {"counts": rle["counts"].decode()} for rle in shown]
             objects = zip(boxes[inside].tolist(), labels[inside].tolist(), runs, strict=True)
             for (left, top, right, bottom), label, outline in objects:

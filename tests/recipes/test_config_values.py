@@ -108,7 +108,9 @@ def plan(config, model) -> None:
         )
         transforms = one_line(det.build_transforms, config, detector, torch.device("cpu"))
         for augmentation in (transforms.augment, transforms.resize) if transforms else ():
-            sizes = augmentation.sizes(np.arange(3), np.array([[64, 48], [1, 1], [89_000_000, 1]]))
+            sizes = augmentation.compute_sizes(
+                np.arange(3), np.array([[64, 48], [1, 1], [89_000_000, 1]])
+            )
             assert (sizes > 0).all() and (sizes <= 8192).all()
     if recipe is seg:
         segmenter = SimpleNamespace(

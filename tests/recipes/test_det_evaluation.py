@@ -24,7 +24,7 @@ from common.config.parsing import get_identity, parse
 from common.data.loader import create_eval_loader
 from common.detection.data import sources
 from common.detection.evaluation.metrics import Detections
-from common.detection.export import describe, export
+from common.detection.export import build_export_config, export
 from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
 from common.run.eval_batches import EvalBatches
 from tests.harness.annotations import annotation, coco
@@ -60,7 +60,7 @@ def photos(tmp_path_factory, rf_detr) -> Path:
         images = []
         for number in range(count):
             width, height = draws.integers(70, 129, 2).tolist()
-            photo = Image.fromarray(source.scene(number)[0][:height, :width])
+            photo = Image.fromarray(source.draw_scene(number)[0][:height, :width])
             width, height = (round(side * (0.7 + 0.35 * number)) for side in (width, height))
             photo, name = (
                 photo.resize((width, height), Image.Resampling.BICUBIC),
@@ -124,7 +124,7 @@ class Case:
 
     def with_objects(self):
         """The images, with every third detection of each, moved a little, as its objects."""
-        images, rows = self.evaluate(COUNT)[1].columns()
+        images, rows = self.evaluate(COUNT)[1].to_arrays()
         chosen = np.concatenate([np.flatnonzero(images == index)[:30:3] for index in range(COUNT)])
         images, rows = images[chosen], rows[chosen]
         sides = np.tile(rows[:, 2:4] - rows[:, :2], 2)
@@ -164,9 +164,9 @@ def test_the_limit_of_detections_follows_the_objects(tmp_path) -> None:
         assert model.limit == limit and model.title.endswith(
             f", up to {limit} detections in an image"
         )
-        assert describe(model)["options"]["detections_per_img"] == limit and fields == get_identity(
-            config
-        )
+        assert build_export_config(model)["options"][
+            "detections_per_img"
+        ] == limit and fields == get_identity(config)
         transforms, best = (
             recipe.build_transforms(config, model, torch.device("cpu")),
             tmp_path / f"best {limit}",
@@ -197,10 +197,10 @@ def test_detections_are_the_same_for_1_to_30_images_at_once(family, photos) -> N
     case = Case(family, str(photos), "float64")
     case.val = case.with_objects()
     (results, found), *others = map(case.evaluate, LIMITS)
-    images, rows = found.columns()
+    images, rows = found.to_arrays()
     assert 0.1 < results["AP"] < 0.95 and len(np.unique(images)) == COUNT
     for limit, (their_results, theirs) in zip(LIMITS[1:], others, strict=True):
-        their_images, their_rows = theirs.columns()
+        their_images, their_rows = theirs.to_arrays()
         assert their_results == results, limit
         np.testing.assert_array_equal(their_images, images)
         np.testing.assert_allclose(their_rows, rows, rtol=1e-6, atol=1e-6)

@@ -114,7 +114,7 @@ def test_outlines_of_objects_are_painted(scenes) -> None:
     config = seg.Config(data=str(scenes))
     train, val = load_data(config)
     assert train.classes[0] == "background" and len(train.classes) == 11
-    index = next(i for i in range(len(val)) if val.objects.rles(i))
+    index = next(i for i in range(len(val)) if val.objects.build_rles(i))
     pair = val.load_pair(index, index)
     assert (pair.picture.height, pair.picture.width) == pair.mask.shape
     labels = val.objects.labels[val.objects.offsets[index] : val.objects.offsets[index + 1]]

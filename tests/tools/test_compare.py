@@ -46,7 +46,7 @@ def test_ap_over_resampled_images_is_cocos_of_repeated_images() -> None:
     detections.update(range(len(source)), found)
     once = np.ones((1, len(source)), np.int64)
     weights = np.concatenate([once, next(bootstrap.draw_resamples(len(source), 12)), 0 * once])
-    ap = AveragePrecision(source, *detections.columns())
+    ap = AveragePrecision(source, *detections.to_arrays())
     values, per_class = ap(weights), ap.compute_per_class(weights)
     assert np.isnan(values[-1]) and len(set(values[:-1].round(6))) > 10
     for row, counts in enumerate(weights[:-1]):

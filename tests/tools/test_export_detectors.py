@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from common.detection.batches import EvalDataset, Transforms
-from common.detection.data.annotated import Annotated, no_boxes
+from common.detection.data.annotated import Annotated, build_empty_columns
 from common.detection.models.detectors import Detector, build_detector
 from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
 from common.detection.models.spec import DetectorSpec
@@ -72,7 +72,9 @@ class Photographs(Annotated):
             pictures[3][:33, :600],
         ]
         self.pictures = [Image.fromarray(picture) for picture in pictures]
-        super().__init__(**no_boxes(CLASSES, np.array([picture.size for picture in self.pictures])))
+        super().__init__(
+            **build_empty_columns(CLASSES, np.array([picture.size for picture in self.pictures]))
+        )
 
     def content(self, index: int) -> Image.Image:
         return self.pictures[index]

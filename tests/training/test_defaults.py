@@ -32,7 +32,7 @@ def test_weights_to_begin_with_decide_where_nothing_is_given(tmp_path) -> None:
     preset.write_text("width: 64\nshort_sides: 320\n")
     config = parse(det.Config, [*argv, "--config", str(preset), "--short_sides", "400"])
     assert config == dataclasses.replace(expected, width=64, short_sides="400")
-    rows = detection.describe(config)
+    rows = detection.describe_settings(config)
     assert rows.keys() == {"as the weights"}
     assert "levels 3-7" in rows["as the weights"]
     assert "width" not in rows["as the weights"]

@@ -88,20 +88,20 @@ def list_suspects(matches: Matches) -> list[Suspect]:
 
 def _check_image(matches: Matches, image: int) -> list[Suspect]:
     source = matches.source
-    rows = matches.of_image(image, good=False)
+    rows = matches.get_detections(image, only_confident=False)
     rows = rows[matches.hits[rows] != IN_CROWD]
     objects = np.arange(source.offsets[image], source.offsets[image + 1])
     objects = objects[~source.crowd[objects]]
-    boxes = torch.from_numpy(matches.rows[rows, :4].astype(np.float64))
+    boxes = torch.from_numpy(matches.detections[rows, :4].astype(np.float64))
     object_boxes = torch.from_numpy(source.boxes[objects][:, :4].astype(np.float64))
     overlaps = box_iou(boxes, object_boxes).nan_to_num().numpy()
-    is_same_class = matches.rows[rows, 5][:, None] == source.labels[objects]
-    scores = matches.rows[rows, 4]
+    is_same_class = matches.detections[rows, 5][:, None] == source.labels[objects]
+    scores = matches.detections[rows, 4]
     # The best score with which any detection confirms each object's class.
     is_at_box = is_same_class * (overlaps >= IOU)
     class_scores = (scores[:, None] * is_at_box).max(0, initial=0)
 
-    num_good = int(matches.good[rows].sum())  # rows are best first
+    num_good = int(matches.is_confident[rows].sum())  # rows are best first
     boxes = boxes[:num_good]
     overlaps = overlaps[:num_good]
     is_same_class = is_same_class[:num_good]
@@ -112,7 +112,7 @@ def _check_image(matches: Matches, image: int) -> list[Suspect]:
     suspects = []
     reported: set[int] = set()  # objects, each of which is reported once
     for i, row in enumerate(rows[:num_good].tolist()):
-        score = float(matches.rows[row, 4])
+        score = float(matches.detections[row, 4])
         overlap = float(overlaps[i].max(initial=0))
         if overlap < APART_IOU:
             if is_first[i]:
@@ -139,7 +139,7 @@ def build_table(source: Annotated, suspects: Suspects) -> list[Sequence]:
     """The rows of `suspicious.csv`."""
     table: list[Sequence[Any]] = [COLUMNS]
     for rank, suspect in enumerate(suspects.boxes, start=1):
-        *box, score, class_id = suspects.matches.rows[suspect.detection].tolist()
+        *box, score, class_id = suspects.matches.detections[suspect.detection].tolist()
         label = [""] * 5
         if suspect.object >= 0:
             name = source.classes[source.labels[suspect.object]]
@@ -176,7 +176,7 @@ def _round_box(box: list[float]) -> list[str]:
 def _build_cell(matches: Matches, suspect: Suspect) -> Cell:
     """The image, with the box of the annotations in orange and the suggested one in blue."""
     source = matches.source
-    *box, score, class_id = matches.rows[suspect.detection].tolist()
+    *box, score, class_id = matches.detections[suspect.detection].tolist()
     suggested = source.classes[int(class_id)]
     boxes = [(box, suggested, BLUE)]
     kind = suspect.kind if suspect.is_likely else f"{suspect.kind}?"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.classification.batches import Batch
-from common.classification.plots import cell
+from common.classification.plots import make_cell
 from common.data.source import Source
 from common.distributed import devices
 from common.distributed.collectives import all_sum, gather_to_main
@@ -195,7 +195,7 @@ def draw_sheet(source: Source, suspects: Suspects, path: Path) -> None:
     for i, index in enumerate(suspects.indices[:MAX_PICTURES].tolist()):
         names = arrow(_format_label(source, index), _format_suggestion(source, suspects, i))
         caption = f"{names}\n{suspects.verdict(i)}, {suspects.probabilities[i]:.4f}"
-        cells.append(cell(source, index, caption))
+        cells.append(make_cell(source, index, caption))
     summary = summarize(source, suspects)
     sheet(cells, f"{run_of(path)}, training (given → suggested): {summary}", path)
 

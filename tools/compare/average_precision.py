@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
+from common.detection.evaluation.matching import IN_CROWD, NO_OBJECT, Matches
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0, 1, 101)
@@ -38,15 +38,15 @@ class AveragePrecision:
         # Among equal scores, COCO takes the lower image id first.
         id_ranks = np.argsort(np.argsort(source.image_ids))
         best_first = np.lexsort((id_ranks[images], -rows[:, 4]))
-        matches = Matches.of_counted(source, images[best_first], rows[best_first])
+        matches = Matches.from_best(source, images[best_first], rows[best_first])
         hits = np.stack([replace(matches, iou=iou).hits for iou in THRESHOLDS.tolist()])
-        areas = (matches.rows[:, 2:4] - matches.rows[:, :2]).astype(np.float64).prod(1)
+        areas = (matches.detections[:, 2:4] - matches.detections[:, :2]).astype(np.float64).prod(1)
         is_odd = (areas < 0) | (areas > 1e10)  # turned inside out, which COCO ignores
-        is_ignored = (hits == IN_CROWD) | ((hits == NONE) & is_odd)
+        is_ignored = (hits == IN_CROWD) | ((hits == NO_OBJECT) & is_odd)
         image_of_object = np.repeat(np.arange(len(source)), np.diff(source.offsets))
         self._classes = []
         for class_id in range(len(source.classes)):
-            is_detection = matches.rows[:, 5] == class_id
+            is_detection = matches.detections[:, 5] == class_id
             is_object = (source.labels == class_id) & ~source.crowd
             self._classes.append(
                 _ClassDetections(

@@ -124,5 +124,5 @@ def _evaluate_detector(candidate: Candidate, predictions: Iterable[tuple]) -> Me
         )
     if not is_main():
         return None
-    images, rows = detections.columns()
+    images, rows = detections.to_arrays()
     return AveragePrecision(candidate.val, images, rows)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from common.detection.data.annotated import Annotated
-from common.detection.data.masks import pasted
+from common.detection.data.masks import paste_masks
 from common.detection.evaluation.metrics import Detections
 from common.errors import Refused
 from tools.export.detector_module import Exportable
@@ -57,7 +57,7 @@ class DetectorTask(Task):
         }
 
     def read_picture(self, index: int) -> np.ndarray:
-        return self.val.picture(index).decode().permute(1, 2, 0).numpy()
+        return self.val.open_picture(index).decode().permute(1, 2, 0).numpy()
 
     def predict(self) -> Iterator[dict]:
         self.trained_detections = Detections()
@@ -104,7 +104,7 @@ class DetectorTask(Task):
             detections["rles"] = [outputs["rles"][row] for row in rows.tolist()]
         elif "masks" in outputs:
             masks = torch.from_numpy(outputs["masks"][rows])
-            detections["rles"] = pasted(masks, detections["boxes"], self.val.sizes[index])
+            detections["rles"] = paste_masks(masks, detections["boxes"], self.val.sizes[index])
         return detections
 
 

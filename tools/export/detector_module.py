@@ -62,7 +62,7 @@ class Preprocessing(nn.Module):
         return (pixels / 255 - self.mean) / self.std * is_inside, size, original
 
     def compute_size(self, original: Tensor) -> Tensor:
-        """int64[2]: width and height after resizing, by `BoxAugmentation.sizes`.
+        """int64[2]: width and height after resizing, by `BoxAugmentation.compute_sizes`.
 
         That rounds products of float64. If one is exactly half a pixel it may round the other way:
         4 of 100,000 random sizes differ by one pixel.

@@ -104,7 +104,7 @@ class SegmenterTask(Task):
             },
         }
         # The column of each class of the model: those of the data first.
-        order = list(self.class_ids) + val.model_classes.other_ids  # type: ignore[union-attr]
+        order = list(self.class_ids) + val.model_classes.extra_ids  # type: ignore[union-attr]
         self.columns = np.argsort(order)
         shape = (len(val.classes), len(self.classes))
         self.trained_confusion = np.zeros(shape, np.int64)

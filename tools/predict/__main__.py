@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def predict(args: argparse.Namespace, trained, accelerator) -> None:
     """Write the rows of the images that `words` name; a collective."""
-    from common.detection.data.image_headers import header_of
+    from common.detection.data.image_headers import read_header
     from common.distributed import all_or_none, broadcast_object, is_main
     from tools.predict.output import Output
     from tools.predict.plan import make_plan
@@ -128,7 +128,7 @@ def predict(args: argparse.Namespace, trained, accelerator) -> None:
             from common.shards import open_unlabelled
 
             needs_sizes = trained.is_detector or trained.is_segmenter
-            shards = open_unlabelled(trained.config, header_of if needs_sizes else None)
+            shards = open_unlabelled(trained.config, read_header if needs_sizes else None)
         with all_or_none("listing the images"):
             plan = make_plan(args, trained, shards) if is_main() else None
         plan = broadcast_object(plan)
@@ -152,7 +152,7 @@ def write_rows(
     import torch
     from tqdm import tqdm
 
-    from common.detection.data.annotated import no_boxes
+    from common.detection.data.annotated import build_empty_columns
     from common.distributed import broadcast_object, gather_to_main
     from tools.predict import images
     from tools.predict.mask_rows import MaskRowBuilder
@@ -162,7 +162,7 @@ def write_rows(
     is_multi_label = plan["multi_label"]
     source: images.Images | images.Scenes | images.Unmasked
     if trained.is_detector:
-        annotations = no_boxes(trained.classes, np.array(plan.pop("sizes")))
+        annotations = build_empty_columns(trained.classes, np.array(plan.pop("sizes")))
         source = images.Scenes(**annotations, files=files)
     elif trained.is_segmenter:
         source = images.Unmasked(trained.classes, files, sizes=np.array(plan.pop("sizes")))

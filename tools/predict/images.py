@@ -11,7 +11,7 @@ import pyarrow as pa
 from common.data.cache import Cache
 from common.data.source import Source, join_path
 from common.detection.data.annotated import Annotated
-from common.detection.data.image_headers import headers_of_files, upright_sizes
+from common.detection.data.image_headers import compute_upright_sizes, read_file_headers
 from common.segmentation.masks import IGNORED
 from common.segmentation.source import Masked, Pair
 
@@ -36,7 +36,7 @@ class FileList:
     @property
     def headers(self) -> np.ndarray:
         """int64[N, 4] as `image_headers` reads them."""
-        return headers_of_files("", self.paths, may_miss=True)
+        return read_file_headers("", self.paths, allow_missing=True)
 
     def expect(self, indices: np.ndarray) -> None:
         return
@@ -117,6 +117,6 @@ def read_sizes(files: "FileList | Shards") -> np.ndarray:
 
     An image that can't be read gets 32 x 32.
     """
-    sizes = upright_sizes(files.headers)
+    sizes = compute_upright_sizes(files.headers)
     sizes[sizes[:, 0] == 0] = _UNREADABLE_SIZE
     return sizes

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from common.classification.plots import captioned
+from common.classification.plots import draw_captioned
 from common.data import BrokenImage
-from common.detection.data.masks import decode
-from common.detection.evaluation.plots import detections
+from common.detection.data.masks import decode_masks
+from common.detection.evaluation.plots import draw_detections
 from common.errors import Refused
 
 _MAX_NAME = 100  # characters of an image's name that a picture's name keeps
@@ -27,7 +27,7 @@ def draw_predictions(folder: Path, index: int, source: Any, row: dict) -> None:
         image = source.image(index)
         if "width" not in row:
             scores = [(prediction["class"], prediction["score"]) for prediction in predictions]
-            captioned(image, scores, path)
+            draw_captioned(image, scores, path)
             return
         class_ids = {name: class_id for class_id, name in enumerate(source.classes)}
         boxes = []
@@ -38,7 +38,7 @@ def draw_predictions(folder: Path, index: int, source: Any, row: dict) -> None:
             if "mask" in prediction:
                 mask = prediction["mask"]
                 rles.append(mask | {"counts": mask["counts"].encode()})
-        detections(image, boxes, decode(rles, source.sizes[index]), path)
+        draw_detections(image, boxes, decode_masks(rles, source.sizes[index]), path)
     except BrokenImage:  # replaced since it was predicted
         return
     except OSError as error:

@@ -14,15 +14,15 @@ from common.data.decoding import Picture
 from common.data.images import BrokenImage
 from common.data.source import Files, ImageList, ModelClasses, hash_source
 from common.data.stream import Blocks
-from common.detection.data.masks import Masks, decode
+from common.detection.data.masks import Masks, decode_masks
 
 MAX_DETECTIONS = 100  # of a class in an image that COCO's evaluation counts
 
 
 class Sample(NamedTuple):
-    """An image with its n boxes: a `Picture` and arrays from a source, tensors once a part of it is shown."""
+    """An image with its n boxes: a `Picture` and arrays from a source, tensors once it is cropped."""
 
-    image: Any  # Picture; once shown uint8[3, H, W]
+    image: Any  # Picture; once cropped uint8[3, H, W]
     boxes: Any  # float32[n, 4] left, top, right, bottom in pixels
     labels: Any  # int64[n]
     crowd: Any  # bool[n]
@@ -50,10 +50,11 @@ class Annotated(ImageList):
     # float64[M] in square pixels: of the mask if the data has it, else of the box.
     areas: np.ndarray
     truth: np.ndarray = field(default_factory=lambda: np.zeros(0), kw_only=True)
-    """float64[M, 4] left, top, width, height as in the data, not clipped: for the evaluation. The
-    default is `boxes`, which are rounded: an overlap on a threshold may then count otherwise than
-    in COCO's."""
-    # Of the M objects, if masks were asked for.
+    """float64[M, 4] left, top, width, height as in the data, not clipped: for the evaluation.
+
+    The default is `boxes`, which are rounded: an overlap on a threshold may then count otherwise
+    than in COCO's."""
+    # Of the M objects, if masks were requested.
     masks: Masks | None = field(default=None, kw_only=True)
     # What loading has corrected or left out.
     notes: tuple[str, ...] = field(default=(), kw_only=True)
@@ -63,15 +64,14 @@ class Annotated(ImageList):
     model_classes: ModelClasses | None = field(default=None, kw_only=True)
 
     counted_items: ClassVar[str] = "boxes"  # what `class_counts` counts, for people
-    of_images: ClassVar[tuple[str, ...]] = ("image_ids", "sizes")  # columns with a row per image
+    image_columns: ClassVar[tuple[str, ...]] = ("image_ids", "sizes")  # a row per image
     has_masks = property(lambda self: self.masks is not None)  # True if samples have
 
     def __post_init__(self) -> None:
         if len(self.truth) != len(self.boxes):
             boxes = self.boxes.astype(np.float64)
-            vars(self)["truth"] = np.concatenate(
-                [boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1
-            )
+            sides = boxes[:, 2:] - boxes[:, :2]
+            vars(self)["truth"] = np.concatenate([boxes[:, :2], sides], axis=1)
 
     def __len__(self) -> int:
         return len(self.image_ids)
@@ -79,45 +79,46 @@ class Annotated(ImageList):
     @property
     def class_counts(self) -> np.ndarray | None:
         """int64[K]: number of boxes of each class, without crowd regions; None if scenes are fresh."""
-        return (
-            None
-            if self.fresh
-            else np.bincount(self.labels[~self.crowd], minlength=len(self.classes))
-        )
+        if self.fresh:
+            return None
+        return np.bincount(self.labels[~self.crowd], minlength=len(self.classes))
 
     @property
     def strata(self) -> np.ndarray:
-        """int64[M, 2]: image and class of each box, without crowd regions; the same share of each
-        class is held out.
+        """int64[M, 2]: image and class of each box, without crowd regions.
+
+        The same share of each class is held out.
         """
         images = np.repeat(np.arange(len(self)), np.diff(self.offsets))
         return np.stack([images, self.labels], axis=1)[~self.crowd]
 
     @property
     def max_detections(self) -> int:
-        """Detections of a class in an image that the evaluation counts: COCO's 100, or as many as
-        an image has boxes.
+        """Detections of a class in an image that the evaluation counts.
+
+        COCO's 100, or as many as an image has boxes.
         """
         return int(np.diff(self.offsets).max(initial=MAX_DETECTIONS))
 
-    def select(self, rows: np.ndarray) -> Self:
-        """The images `rows` int64[n] alone, in this order."""
-        counts = np.diff(self.offsets)[rows]
-        offsets = np.concatenate([[0], np.cumsum(counts)])
-        taken = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][rows] - offsets[:-1], counts)
-        images = {name: getattr(self, name)[rows] for name in self.of_images}
-        boxes = {
-            name: getattr(self, name)[taken]
-            for name in ("boxes", "labels", "crowd", "areas", "truth")
-        }
-        masks = self.masks and self.masks.select(rows, taken)
-        return replace(self, **images, **boxes, offsets=offsets, masks=masks)
+    def select(self, indices: np.ndarray) -> Self:
+        """Select the images `indices` int64[n], in this order."""
+        box_counts = np.diff(self.offsets)[indices]
+        offsets = np.concatenate([[0], np.cumsum(box_counts)])
+        shifts = self.offsets[:-1][indices] - offsets[:-1]
+        boxes = np.arange(offsets[-1]) + np.repeat(shifts, box_counts)
+        columns = {name: getattr(self, name)[indices] for name in self.image_columns}
+        for name in ("boxes", "labels", "crowd", "areas", "truth"):
+            columns[name] = getattr(self, name)[boxes]
+        masks = None
+        if self.masks:
+            masks = self.masks.select(indices, boxes)
+        return replace(self, **columns, offsets=offsets, masks=masks)
 
     def image(self, index: int) -> Image.Image:
         """The image, RGB and upright, of `sizes[index]`. Raises `images.BrokenImage`."""
-        return Image.fromarray(self.picture(index).decode().permute(1, 2, 0).numpy())
+        return Image.fromarray(self.open_picture(index).decode().permute(1, 2, 0).numpy())
 
-    def picture(self, index: int) -> Picture:
+    def open_picture(self, index: int) -> Picture:
         """The same image, decoded only where it is used. Raises `images.BrokenImage`."""
         picture = Picture(self.content(index))
         width, height = self.sizes[index].tolist()
@@ -128,26 +129,31 @@ class Annotated(ImageList):
             )
         return picture
 
-    def sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
+    def load_sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
         """The training sample `index` at `position` of the stream. Raises `images.BrokenImage`."""
-        rows = slice(self.offsets[index], self.offsets[index + 1])
-        read = partial(self.picture, index)
-        picture = cache.get(index, read) if cache else read()
-        masks = decode(self.rles(index), self.sizes[index]) if self.masks else None
-        boxes, labels, crowd = (
-            column[rows].copy() for column in (self.boxes, self.labels, self.crowd)
+        objects = slice(self.offsets[index], self.offsets[index + 1])
+        open_picture = partial(self.open_picture, index)
+        masks = None
+        if self.masks:
+            masks = decode_masks(self.build_rles(index), self.sizes[index])
+        return Sample(
+            image=cache.get(index, open_picture) if cache else open_picture(),
+            boxes=self.boxes[objects].copy(),
+            labels=self.labels[objects].copy(),
+            crowd=self.crowd[objects].copy(),
+            masks=masks,
+            size=self.sizes[index].astype(np.int64),
         )
-        return Sample(picture, boxes, labels, crowd, masks, self.sizes[index].astype(np.int64))
 
-    def rles(self, index: int) -> list[dict]:
+    def build_rles(self, index: int) -> list[dict]:
         """Masks of an image's objects as COCO's packed run lengths; none if not loaded."""
-        rows = slice(self.offsets[index], self.offsets[index + 1])
-        return (
-            self.masks.rles(index, rows, self.sizes[index], self.boxes[rows]) if self.masks else []
-        )
+        if not self.masks:
+            return []
+        objects = slice(self.offsets[index], self.offsets[index + 1])
+        return self.masks.build_rles(index, objects, self.sizes[index], self.boxes[objects])
 
 
-def no_boxes(classes: Sequence[str], sizes: np.ndarray) -> dict:
+def build_empty_columns(classes: Sequence[str], sizes: np.ndarray) -> dict:
     """The columns of images of `sizes` int[N, 2] (width, height) without a box."""
     return {
         "classes": tuple(classes),
@@ -162,10 +168,10 @@ def no_boxes(classes: Sequence[str], sizes: np.ndarray) -> dict:
     }
 
 
-def image_files(root: str, paths: pa.LargeBinaryArray) -> Files:
+def build_image_files(root: str, paths: pa.LargeBinaryArray) -> Files:
     """Files below `root`, which have no labels."""
-    none = np.zeros(len(paths), np.int64)
-    return Files(root, paths, none, labels=none, classes=())
+    zeros = np.zeros(len(paths), np.int64)
+    return Files(root, paths, sizes=zeros, labels=zeros, classes=())
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +181,7 @@ class AnnotatedImages(Annotated):
     images: Any  # `Files`, `Table` or `Shards`; their labels are not used
     byte_counts: np.ndarray  # int64[N] size of each image
 
-    of_images = (*Annotated.of_images, "byte_counts")
+    image_columns = Annotated.image_columns + ("byte_counts",)
 
     @property
     def blocks(self) -> Blocks | None:
@@ -194,11 +200,11 @@ class AnnotatedImages(Annotated):
             self.boxes,
             self.crowd,
         ]
-        columns += [self.masks.bytes()] if self.masks else []
-        contents = np.concatenate(
-            [np.ascontiguousarray(column).reshape(-1).view(np.uint8) for column in columns]
-        )
-        return hash_source(self.classes, self.labels, contents, getattr(self.images, "paths", None))
+        if self.masks:
+            columns.append(self.masks.to_bytes())
+        chunks = [np.ascontiguousarray(column).reshape(-1).view(np.uint8) for column in columns]
+        paths = getattr(self.images, "paths", None)
+        return hash_source(self.classes, self.labels, np.concatenate(chunks), paths)
 
     def name(self, index: int) -> str:
         return self.images.name(index)
@@ -209,12 +215,15 @@ class AnnotatedImages(Annotated):
     def content(self, index: int) -> str | bytes | Image.Image:
         return self.images.content(index)
 
-    def select(self, rows: np.ndarray) -> Self:
-        return replace(super().select(rows), images=self.images.select(rows))
+    def select(self, indices: np.ndarray) -> Self:
+        return replace(super().select(indices), images=self.images.select(indices))
 
     def list_files(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
         listing = self.images.list_files()
-        return listing and (listing[0], self.byte_counts)
+        if listing is None:
+            return None
+        paths, _ = listing
+        return paths, self.byte_counts
 
     def hash_images(self, key: int) -> np.ndarray:
         """uint64[N], each a function of its image's path or row and `key` alone."""

@@ -19,17 +19,17 @@ import pyarrow as pa
 from common import files, randomness
 from common.data import images
 from common.data.source import encode_paths
-from common.detection.data.annotated import AnnotatedImages, image_files
+from common.detection.data.annotated import AnnotatedImages, build_image_files
+from common.detection.data.file_stats import FileStats, read_stats
 from common.detection.data.masks import Masks
-from common.detection.data.stamps import Stamps, stamps_of
 from common.durable import replace_file
 
-_HEAD = 64  # bytes before the content, for its checksum
-_UNUSED = 30 * 86_400  # seconds after which a file that was not loaded is removed
+_HEAD_SIZE = 64  # bytes before the content, for its checksum
+_MAX_AGE = 30 * 86_400  # seconds after which a file that was not loaded is removed
 # The columns depend on this code besides the data: if it has changed, the data are read again.
-_ROOMS = [Path(__file__).parent, Path(images.__file__).parent]
-_CODE = [Path(files.__file__), Path(randomness.__file__)]
-_CODE += [file for room in _ROOMS for file in sorted(room.glob("*.py"))]
+_CODE_FILES = [Path(files.__file__), Path(randomness.__file__)]
+_CODE_FILES += sorted(Path(__file__).parent.glob("*.py"))
+_CODE_FILES += sorted(Path(images.__file__).parent.glob("*.py"))
 _WIDTHS = {"sizes": 2, "boxes": 4, "truth": 4}  # numbers per row of the arrays that have several
 _ARRAYS = (
     "category_ids",
@@ -41,113 +41,126 @@ _ARRAYS = (
     "byte_counts",
     *_WIDTHS,
 )
-_FACTS = ("classes", "notes", "part", "fingerprint")
+_METADATA = ("classes", "notes", "part", "fingerprint")
 
-Parts = tuple[AnnotatedImages, ...]  # to train on and to evaluate on, or only to evaluate on
+Sources = tuple[AnnotatedImages, ...]  # to train on and to evaluate on, or only to evaluate on
 
 
-def file_of(what: object, origin: Path) -> Path | None:
+def get_cache_file(identity: object, origin: Path) -> Path | None:
     """The cache of data; None without a home, or without source code to compare.
 
-    `repr(what)` says which data are read and how; `origin` is the file or folder with the
-    annotations. Its stamps are part of the name: machines that share a home may have different
+    `repr(identity)` says which data are read and how; `origin` is the file or folder with the
+    annotations. Its stats are part of the name: machines that share a home may have different
     copies.
     """
-    looks = stamps_of("/", encode_paths([origin])).tolist()
-    words = [repr(what), looks, np.__version__, pa.__version__, PIL.__version__, os.geteuid()]
-    digest = hashlib.blake2b(json.dumps(words).encode(), digest_size=16)
+    stats = read_stats("/", encode_paths([origin])).tolist()
+    versions = [np.__version__, pa.__version__, PIL.__version__]
+    parts = [repr(identity), stats] + versions + [os.geteuid()]
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16)
     with suppress(OSError, RuntimeError):
-        for file in _CODE:
+        for file in _CODE_FILES:
             digest.update(file.read_bytes())
         return files.get_cache_folder() / f"{digest.hexdigest()}.arrow"
     return None
 
 
-def keep(file: Path, parts: Parts, seen: Stamps) -> None:
-    """Write a cache of `parts`, made from the files in `seen`, unless these have changed just now."""
-    if seen.settled:
+def save(file: Path, sources: Sources, stats: FileStats) -> None:
+    """Cache `sources`, made from the files in `stats`, unless these have changed just now."""
+    if stats.is_settled:
         with suppress(OSError, pa.ArrowException):  # such as a full disk: the run goes on
-            _write(file, parts, seen)
+            content = _serialize(sources, stats)
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _remove_old_files(file.parent)
+            replace_file(file, _compute_checksum(content) + content.to_pybytes())
 
 
-def _write(file: Path, parts: Parts, seen: Stamps) -> None:
+def _serialize(sources: Sources, stats: FileStats) -> pa.Buffer:
+    """One row, with a list of each column: their lengths differ."""
     columns: dict[str, Any] = {}
-    for number, part in enumerate(parts):
-        columns |= {f"{number} {name}": getattr(part, name) for name in _ARRAYS}
-        columns[f"{number} paths"] = part.images.paths
-        if part.masks:
-            columns |= {f"{number} shapes": part.masks.shapes, f"{number} turns": part.masks.turns}
-    for number, (_, paths, looks) in enumerate(seen.groups):
-        columns |= {f"seen {number} paths": paths, f"seen {number} stamps": looks}
-    facts = [
-        {name: getattr(part, name) for name in _FACTS} | {"root": part.images.root}
-        for part in parts
-    ]
-    words = json.dumps({"parts": facts, "folders": [folder for folder, *_ in seen.groups]})
-    rows = []  # a list of each column: their lengths differ
+    metadata = []
+    for i, source in enumerate(sources):
+        for name in _ARRAYS:
+            columns[f"{i} {name}"] = getattr(source, name)
+        columns[f"{i} paths"] = source.images.paths
+        if source.masks:
+            columns[f"{i} shapes"] = source.masks.shapes
+            columns[f"{i} orientations"] = source.masks.orientations
+        values = {name: getattr(source, name) for name in _METADATA}
+        metadata.append(values | {"root": source.images.root})
+    folders = []
+    for i, (folder, paths, folder_stats) in enumerate(stats.groups):
+        columns[f"read {i} paths"] = paths
+        columns[f"read {i} stats"] = folder_stats
+        folders.append(folder)
+    lists = []
     for column in columns.values():
         flat = pa.array(column.reshape(-1)) if isinstance(column, np.ndarray) else column
-        rows.append(pa.LargeListArray.from_arrays(pa.array([0, len(flat)], pa.int64()), flat))
-    batch = pa.RecordBatch.from_arrays(rows, list(columns)).replace_schema_metadata(
-        {"words": words}
-    )
-    content = pa.BufferOutputStream()
-    with pa.ipc.new_file(content, batch.schema) as writer:
+        offsets = pa.array([0, len(flat)], pa.int64())
+        lists.append(pa.LargeListArray.from_arrays(offsets, flat))
+    text = json.dumps({"sources": metadata, "folders": folders})
+    batch = pa.RecordBatch.from_arrays(lists, list(columns))
+    batch = batch.replace_schema_metadata({"metadata": text})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for other in file.parent.glob("*.arrow*"):  # also drafts that a kill has left
+    return sink.getvalue()
+
+
+def _remove_old_files(folder: Path) -> None:
+    for file in folder.glob("*.arrow*"):  # also drafts that a kill has left
         with suppress(OSError):
-            if other.stat().st_mtime < time.time() - _UNUSED:
-                other.unlink()
-    data = content.getvalue()
-    replace_file(file, _checksum(data) + data.to_pybytes())
+            if file.stat().st_mtime < time.time() - _MAX_AGE:
+                file.unlink()
 
 
-def _checksum(data: pa.Buffer) -> bytes:
-    """The CRC-32 of `data`, in as many bytes as Arrow aligns its arrays to."""
-    return zlib.crc32(data).to_bytes(_HEAD, "little")
+def _compute_checksum(content: pa.Buffer) -> bytes:
+    """The CRC-32 of `content`, in as many bytes as Arrow aligns its arrays to."""
+    return zlib.crc32(content).to_bytes(_HEAD_SIZE, "little")
 
 
-def load(file: Path) -> Parts | None:
-    """The parts in `file`, if it is complete and no file that it was made from has changed."""
+def load(file: Path) -> Sources | None:
+    """The sources in `file`, if it is complete and no file that they were made from has changed."""
     try:
         files.check_regular(file)
-        content = pa.memory_map(str(file)).read_buffer()
-        if content[:_HEAD].to_pybytes() != _checksum(content[_HEAD:]):
+        buffer = pa.memory_map(str(file)).read_buffer()
+        content = buffer[_HEAD_SIZE:]
+        if buffer[:_HEAD_SIZE].to_pybytes() != _compute_checksum(content):
             return None
-        batch = pa.ipc.open_file(content[_HEAD:]).get_batch(0)
+        batch = pa.ipc.open_file(content).get_batch(0)
     except (OSError, ValueError):  # no file, no permission, or a name that Arrow can't take
         return None
     with suppress(OSError):
         os.utime(file)  # marks it as used
     columns = {name: batch.column(name).values for name in batch.schema.names}
-    words = json.loads(batch.schema.metadata[b"words"])
-    seen = Stamps()
-    for number, folder in enumerate(words["folders"]):
-        looks = columns[f"seen {number} stamps"].to_numpy().reshape(-1, 3)
-        seen.groups.append((folder, columns[f"seen {number} paths"], looks))
-    return (
-        tuple(_part(columns, number, facts) for number, facts in enumerate(words["parts"]))
-        if seen.hold()
-        else None
-    )
+    metadata = json.loads(batch.schema.metadata[b"metadata"])
+    stats = FileStats()
+    for i, folder in enumerate(metadata["folders"]):
+        folder_stats = columns[f"read {i} stats"].to_numpy().reshape(-1, 3)
+        stats.groups.append((folder, columns[f"read {i} paths"], folder_stats))
+    if not stats.are_current():
+        return None
+    return tuple(_build_source(columns, i, values) for i, values in enumerate(metadata["sources"]))
 
 
-def _part(columns: dict[str, Any], number: int, facts: dict[str, Any]) -> AnnotatedImages:
-    """One source from the columns. Only shapes stay in the mapped file: the rest is small."""
+def _build_source(columns: dict[str, Any], index: int, metadata: dict[str, Any]) -> AnnotatedImages:
+    """One source from the columns. Only shapes stay in the mapped file: the others are small."""
 
-    def array(name: str) -> np.ndarray:
-        values = columns[f"{number} {name}"].to_numpy(zero_copy_only=False).copy()
+    def copy_array(name: str) -> np.ndarray:
+        values = columns[f"{index} {name}"].to_numpy(zero_copy_only=False).copy()
         return values.reshape(-1, _WIDTHS[name]) if name in _WIDTHS else values
 
-    shapes, paths = columns.get(f"{number} shapes"), columns[f"{number} paths"].to_pylist()
-    part = AnnotatedImages(
-        classes=tuple(facts["classes"]),
-        notes=tuple(facts["notes"]),
-        part=facts["part"],
-        images=image_files(facts["root"], pa.array(paths, pa.large_binary())),
-        masks=None if shapes is None else Masks(shapes, array("turns")),
-        **{name: array(name) for name in _ARRAYS},  # type: ignore[arg-type]
+    paths = pa.array(columns[f"{index} paths"].to_pylist(), pa.large_binary())
+    masks = None
+    shapes = columns.get(f"{index} shapes")
+    if shapes is not None:
+        masks = Masks(shapes, copy_array("orientations"))
+    source = AnnotatedImages(
+        classes=tuple(metadata["classes"]),
+        notes=tuple(metadata["notes"]),
+        part=metadata["part"],
+        images=build_image_files(metadata["root"], paths),
+        masks=masks,
+        **{name: copy_array(name) for name in _ARRAYS},  # type: ignore[arg-type]
     )
-    vars(part)["fingerprint"] = facts["fingerprint"]  # where `cached_property` stores it
-    return part
+    vars(source)["fingerprint"] = metadata["fingerprint"]  # where `cached_property` stores it
+    return source

@@ -11,7 +11,7 @@ from xml.etree.ElementTree import ParseError
 from common.data.images import has_image_suffix
 from common.data.notes import Notes
 from common.detection.data.annotated import AnnotatedImages
-from common.detection.data.stamps import Stamps
+from common.detection.data.file_stats import FileStats
 from common.errors import Refused
 from common.files import MEDIUM, is_junk, read_text
 
@@ -31,27 +31,34 @@ _OTHER_FORMATS = {
 
 @dataclass
 class Folder:
-    """A folder in a known format: named parts that can be read, see `common.data.data_spec.DataSplits`."""
+    """A folder in a known format: named splits that can be read, see `common.data.data_spec.DataSplits`."""
 
-    what: object  # its `repr` names everything that the annotations depend on, besides the files
-    labels: dict[str, str]  # name of each part -> how messages call it
-    origins: dict[str, Path]  # of each part, the file or folder with its annotations
-    # Name, classes of the first part.
-    read_part: Callable[[str, tuple[str, ...] | None, Stamps], AnnotatedImages]
-    stamps: Stamps = field(default_factory=Stamps)  # of all files that are looked at
+    identity: (
+        object  # its `repr` names everything that the annotations depend on, besides the files
+    )
+    labels: dict[str, str]  # name of each split -> how messages call it
+    origins: dict[str, Path]  # of each split, the file or folder with its annotations
+    # Name, classes of the first split.
+    read_split: Callable[[str, tuple[str, ...] | None, FileStats], AnnotatedImages]
+    stats: FileStats = field(
+        default_factory=FileStats
+    )  # of all files that are read or searched for
 
     def read(self, names: Sequence[str]) -> list[AnnotatedImages]:
         sources: list[AnnotatedImages] = []
+        class_names = None
         for name in names:
-            sources.append(
-                self.read_part(name, sources[0].classes if sources else None, self.stamps)
-            )
+            sources.append(self.read_split(name, class_names, self.stats))
+            class_names = sources[0].classes
         return sources
 
 
 @contextmanager
-def refusing(file: str | os.PathLike, kind: str) -> Iterator[None]:
-    """A block that reads a file, whose errors become `Refused`; not FileNotFoundError and PermissionError."""
+def refuse_unreadable(file: str | os.PathLike, kind: str) -> Iterator[None]:
+    """Turn errors of a block that reads a file into `Refused`.
+
+    FileNotFoundError and PermissionError remain.
+    """
     try:
         yield
     except (FileNotFoundError, PermissionError):
@@ -62,13 +69,13 @@ def refusing(file: str | os.PathLike, kind: str) -> Iterator[None]:
         raise Refused(f"{file}: not readable as {kind}: {error}") from None
 
 
-def text_of(file: str | os.PathLike) -> str:
-    """The content of a text file."""
-    with refusing(file, "text"):
+def read_text_file(file: str | os.PathLike) -> str:
+    """The content of a text file. Raises `Refused`."""
+    with refuse_unreadable(file, "text"):
         return read_text(file, MEDIUM)
 
 
-def describe_unread(path: Path) -> str:
+def describe_unknown_format(path: Path) -> str:
     """What is at a path at which no format was recognised."""
     if not path.exists():
         return "nothing is there"
@@ -81,26 +88,27 @@ def describe_unread(path: Path) -> str:
     return f"a folder or file{contents} of a kind that is not known"
 
 
-def name_below(root: Path, path: Path) -> str:
-    """How messages call a part of a folder."""
+def format_relative(root: Path, path: Path) -> str:
+    """How messages call a split of a folder."""
     return "all images" if path == root else os.path.relpath(path, root)
 
 
-def is_image(name: str) -> bool:
+def is_image_name(name: str) -> bool:
     return has_image_suffix(name) and not is_junk(name)
 
 
 def has_pairs(images: Path, annotations: Path, suffix: str) -> bool:
     """True if a file in `annotations` has this suffix and the name of an image."""
-    stems = {file.stem for file in images.glob("*") if is_image(file.name)}
+    stems = {file.stem for file in images.glob("*") if is_image_name(file.name)}
     return any(file.stem in stems for file in annotations.glob(f"*{suffix}"))
 
 
-def drop_repeated(title: str, listed: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+def drop_repeated(title: str, names: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """The names of a list, each once, in their order; and a note if some are repeated."""
-    names = list(dict.fromkeys(listed))
-    lines = Notes(title, "lines")
-    if len(names) < len(listed):
-        repeated, _ = Counter(listed).most_common(1)[0]
-        lines.change("name an image again, which is read once", repeated, len(listed) - len(names))
-    return names, lines.format_lines(len(listed))
+    unique_names = list(dict.fromkeys(names))
+    notes = Notes(title, "lines")
+    num_repeated = len(names) - len(unique_names)
+    if num_repeated:
+        repeated, _ = Counter(names).most_common(1)[0]
+        notes.change("name an image again, which is read once", repeated, num_repeated)
+    return unique_names, notes.format_lines(len(names))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,19 +12,29 @@ from common.data.cache import Cache
 from common.data.decoding import Picture
 from common.data.digits import Digits, load_digits
 from common.data.source import hash_source
-from common.detection.data.annotated import Annotated, Sample, no_boxes
-from common.detection.data.masks import encode
+from common.detection.data.annotated import Annotated, Sample, build_empty_columns
+from common.detection.data.masks import encode_masks
 from common.randomness import key_of
 
 SIDE = 128  # of the square canvas, in pixels
-_HEIGHTS = (12, 56)  # smallest and largest digit, in pixels
-_MOST = 8  # digits in a scene
-_TRIES = 16  # places tried for a digit, until it covers no other
-_INK = 80  # of 255: fainter pixels are no part of a digit
-_OVERLAP = 0.1  # of the smaller of two boxes
-_NOMINAL_EPOCH = 1_024
-_VALIDATION = 256
-_RECIPE = "1"  # part of the fingerprint: to be raised when scenes change
+_MIN_HEIGHT = 12  # of a digit, in pixels
+_MAX_HEIGHT = 56
+_MAX_DIGITS = 8  # in a scene
+_NUM_TRIES = 16  # positions that are tried for a digit, until it covers no other
+_MIN_INK = 80  # of 255: fainter pixels do not belong to a digit
+_MAX_OVERLAP = 0.1  # of the smaller of two boxes
+_EPOCH_SIZE = 1_024
+_NUM_VAL_SCENES = 256
+_VERSION = "1"  # part of the fingerprint: to be raised when scenes change
+
+
+class Scene(NamedTuple):
+    """An image of n digits."""
+
+    image: np.ndarray  # uint8[128, 128, 3]
+    boxes: np.ndarray  # float32[n, 4] left, top, right, bottom around the ink
+    labels: np.ndarray  # int64[n]
+    masks: np.ndarray  # uint8[n, 128, 128]: 1 on the ink
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,92 +52,120 @@ class Scenes(Annotated):
     draws_masks: bool
     has_masks = property(lambda self: self.draws_masks)
 
-    def scene(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """uint8[128, 128, 3], boxes float32[n, 4] left, top, right, bottom around the ink, labels
-        int64[n], and masks of the ink uint8[n, 128, 128].
-        """
+    def draw_scene(self, position: int) -> Scene:
         random = np.random.Generator(
             np.random.Philox(key=np.array([self.key, position], np.uint64))
         )
-        canvas = _background(random)
+        canvas = _draw_background(random)
         boxes: list[np.ndarray] = []
-        labels, masks = [], []
-        for _ in range(random.integers(1, _MOST + 1)):
-            which = int(random.integers(len(self.digits)))
-            left, top, right, bottom = ink = self.ink[which].tolist()
-            height = _HEIGHTS[0] * (_HEIGHTS[1] / _HEIGHTS[0]) ** random.random()
-            width = height * (right - left) / (bottom - top) * random.uniform(0.85, 1.2)
-            size = np.array([min(max(round(width), 4), SIDE), round(height)])
+        labels = []
+        masks = []
+        for _ in range(random.integers(1, _MAX_DIGITS + 1)):
+            digit = int(random.integers(len(self.digits)))
+            size = self._draw_size(digit, random)
             colour = random.integers(130, 225, 3).astype(np.float32)
-            places = random.integers(0, SIDE - size + 1, (_TRIES, 2))
-            box = _first_free(np.concatenate([places, places + size], axis=1), boxes)
+            corners = random.integers(0, SIDE - size + 1, (_NUM_TRIES, 2))
+            box = _find_free(np.concatenate([corners, corners + size], axis=1), boxes)
             if box is None:
                 continue
-            digit = Image.fromarray(self.pixels[which]).resize(
-                tuple(size.tolist()), Image.Resampling.BILINEAR, ink
-            )
-            opacity = np.asarray(digit)[..., None] / np.float32(255)
-            inside = slice(box[1], box[3]), slice(box[0], box[2])
-            canvas[inside] += opacity * (colour - canvas[inside])
-            masks.append(np.zeros(canvas.shape[:2], np.uint8))
-            masks[-1][inside] = opacity[..., 0] > _INK / 255
+            mask = self._draw_digit(canvas, digit, box, colour)
             boxes.append(box)
-            labels.append(self.digits[which])
+            labels.append(self.digits[digit])
+            masks.append(mask)
         noise = np.frombuffer(random.bytes(canvas.size), np.uint8).reshape(canvas.shape)
         image = canvas.astype(np.uint8) + (noise & 31)
-        return image, np.array(boxes, np.float32), np.array(labels), np.stack(masks)
+        return Scene(image, np.array(boxes, np.float32), np.array(labels), np.stack(masks))
 
-    def sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
-        image, boxes, labels, masks = self.scene(position if self.fresh else index)
-        picture = Picture(torch.from_numpy(image).permute(2, 0, 1))
-        none, size = np.zeros(len(labels), bool), np.array([SIDE, SIDE])
-        return Sample(picture, boxes, labels, none, masks if self.has_masks else None, size)
+    def _draw_size(self, digit: int, random: np.random.Generator) -> np.ndarray:
+        """int64[2]: a random width and height of the ink of a digit."""
+        left, top, right, bottom = self.ink[digit].tolist()
+        height = _MIN_HEIGHT * (_MAX_HEIGHT / _MIN_HEIGHT) ** random.random()
+        width = height * (right - left) / (bottom - top) * random.uniform(0.85, 1.2)
+        return np.array([min(max(round(width), 4), SIDE), round(height)])
 
-    def rles(self, index: int) -> list[dict]:
-        return encode(self.scene(index)[3])
+    def _draw_digit(
+        self, canvas: np.ndarray, digit: int, box: np.ndarray, colour: np.ndarray
+    ) -> np.ndarray:
+        """Draw a digit into its box, in place; returns its mask uint8[128, 128]."""
+        left, top, right, bottom = box.tolist()
+        ink = tuple(self.ink[digit].tolist())
+        image = Image.fromarray(self.pixels[digit])
+        image = image.resize((right - left, bottom - top), Image.Resampling.BILINEAR, ink)
+        opacity = np.asarray(image)[..., None] / np.float32(255)
+        region = canvas[top:bottom, left:right]
+        region += opacity * (colour - region)
+        mask = np.zeros(canvas.shape[:2], np.uint8)
+        mask[top:bottom, left:right] = opacity[..., 0] > _MIN_INK / 255
+        return mask
+
+    def load_sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
+        scene = self.draw_scene(position if self.fresh else index)
+        return Sample(
+            image=Picture(torch.from_numpy(scene.image).permute(2, 0, 1)),
+            boxes=scene.boxes,
+            labels=scene.labels,
+            crowd=np.zeros(len(scene.labels), bool),
+            masks=scene.masks if self.has_masks else None,
+            size=np.array([SIDE, SIDE]),
+        )
+
+    def build_rles(self, index: int) -> list[dict]:
+        return encode_masks(self.draw_scene(index).masks)
 
     def name(self, index: int) -> str:
         return f"scene[{index}]"
 
     def content(self, index: int) -> Image.Image:
-        return Image.fromarray(self.scene(index)[0])
+        return Image.fromarray(self.draw_scene(index).image)
 
     @cached_property
     def fingerprint(self) -> str:
-        kind = (_RECIPE, "fresh", "") if self.fresh else (_RECIPE, "fixed", str(len(self)))
+        kind = (_VERSION, "fresh", "") if self.fresh else (_VERSION, "fixed", str(len(self)))
         return hash_source(self.classes + kind, self.digits, self.pixels)
 
 
 def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
     """New scenes to train on; fixed ones of the held-out fifth of the digits, the same for every seed."""
-    of_train, of_val = load_digits()
-    train = _scenes(of_train, _NOMINAL_EPOCH, "fresh scenes", key_of(seed, "scenes"), True, masks)
-    val = _scenes(
-        of_val,
-        _VALIDATION,
-        "fixed scenes of held-out digits",
-        key_of("validation scenes"),
-        False,
-        masks,
+    train_digits, val_digits = load_digits()
+    train = _build_scenes(
+        train_digits,
+        num_scenes=_EPOCH_SIZE,
+        part="fresh scenes",
+        key=key_of(seed, "scenes"),
+        fresh=True,
+        masks=masks,
     )
-    of_scenes = [val.scene(number)[1:3] for number in range(_VALIDATION)]
-    boxes, labels = (np.concatenate(column) for column in zip(*of_scenes, strict=True))
-    offsets, areas = (
-        np.cumsum([0, *(len(each) for each, _ in of_scenes)]),
-        (boxes[:, 2:] - boxes[:, :2]).prod(1),
+    val = _build_scenes(
+        val_digits,
+        num_scenes=_NUM_VAL_SCENES,
+        part="fixed scenes of held-out digits",
+        key=key_of("validation scenes"),
+        fresh=False,
+        masks=masks,
     )
-    crowd = np.zeros(len(boxes), bool)
-    return train, replace(
-        val, offsets=offsets, boxes=boxes, labels=labels, crowd=crowd, areas=areas
+    scenes = [val.draw_scene(index) for index in range(_NUM_VAL_SCENES)]
+    boxes = np.concatenate([scene.boxes for scene in scenes])
+    labels = np.concatenate([scene.labels for scene in scenes])
+    box_counts = [len(scene.boxes) for scene in scenes]
+    val = replace(
+        val,
+        offsets=np.cumsum([0] + box_counts),
+        boxes=boxes,
+        labels=labels,
+        crowd=np.zeros(len(boxes), bool),
+        areas=(boxes[:, 2:] - boxes[:, :2]).prod(1),
     )
+    return train, val
 
 
-def _scenes(digits: Digits, count: int, part: str, key: int, fresh: bool, masks: bool) -> Scenes:
-    drawn = [Image.fromarray(np.where(image > _INK, image, 0)) for image in digits.pixels]
+def _build_scenes(
+    digits: Digits, num_scenes: int, part: str, key: int, fresh: bool, masks: bool
+) -> Scenes:
+    images = [Image.fromarray(np.where(image > _MIN_INK, image, 0)) for image in digits.pixels]
     return Scenes(
-        **no_boxes(digits.classes, np.full((count, 2), SIDE)),
+        **build_empty_columns(digits.classes, np.full((num_scenes, 2), SIDE)),
         pixels=digits.pixels,
-        ink=np.array([image.getbbox() for image in drawn]),
+        ink=np.array([image.getbbox() for image in images]),
         digits=digits.labels,
         key=key,
         fresh=fresh,
@@ -135,22 +174,26 @@ def _scenes(digits: Digits, count: int, part: str, key: int, fresh: bool, masks:
     )
 
 
-def _background(random: np.random.Generator) -> np.ndarray:
+def _draw_background(random: np.random.Generator) -> np.ndarray:
     """float32[128, 128, 3]: dark clouds, 0..110. With digits below 225, noise up to 31 fits into 8 bits."""
     clouds = Image.fromarray(random.integers(0, 111, (5, 5, 3), np.uint8))
     return np.asarray(clouds.resize((SIDE, SIDE), Image.Resampling.BILINEAR)).astype(np.float32)
 
 
-def _first_free(candidates: np.ndarray, boxes: list[np.ndarray]) -> np.ndarray | None:
-    """The first of int64[n, 4] that overlaps no box by more than `_OVERLAP` of the smaller of both."""
+def _find_free(candidates: np.ndarray, boxes: list[np.ndarray]) -> np.ndarray | None:
+    """The first of int64[n, 4] that overlaps no box by more than `_MAX_OVERLAP` of the smaller of both.
+
+    All candidates are of the same size. None if there is no such one.
+    """
     if not boxes:
         return candidates[0]
-    others = np.stack(boxes)
-    low = np.maximum(candidates[:, None, :2], others[None, :, :2])
-    high = np.minimum(candidates[:, None, 2:], others[None, :, 2:])
-    shared = (high - low).clip(0).prod(2)  # [n, boxes]
-    smaller = np.minimum(
-        (candidates[0, 2:] - candidates[0, :2]).prod(), (others[:, 2:] - others[:, :2]).prod(1)
-    )
-    free = (shared <= _OVERLAP * smaller).all(1)
-    return candidates[free.argmax()] if free.any() else None
+    drawn = np.stack(boxes)
+    low = np.maximum(candidates[:, None, :2], drawn[None, :, :2])
+    high = np.minimum(candidates[:, None, 2:], drawn[None, :, 2:])
+    shared_area = (high - low).clip(0).prod(2)  # [n, boxes]
+    area = (candidates[0, 2:] - candidates[0, :2]).prod()
+    drawn_areas = (drawn[:, 2:] - drawn[:, :2]).prod(1)
+    is_free = (shared_area <= _MAX_OVERLAP * np.minimum(area, drawn_areas)).all(1)
+    if not is_free.any():
+        return None
+    return candidates[is_free.argmax()]

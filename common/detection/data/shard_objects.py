@@ -1,6 +1,4 @@
-"""Images with boxes in shards: a table of the objects, which is read as others are, beside images
-that lie elsewhere.
-"""
+"""Images with boxes in shards: a table of the objects, beside images that lie in the shards."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,8 +7,8 @@ from common.config.secrets import redact_name
 from common.data.data_spec import DataSplits
 from common.data.tables import Split
 from common.detection.data.annotated import AnnotatedImages
-from common.detection.data.image_headers import header_of
-from common.detection.data.object_tables import BESIDE, find_objects, object_parts
+from common.detection.data.image_headers import read_header
+from common.detection.data.object_tables import EXTRA_COLUMNS, find_objects, open_object_tables
 from common.shards import KeptColumns, open_sources
 
 
@@ -18,22 +16,25 @@ def open_parts(spec: Any) -> DataSplits[AnnotatedImages]:
     """The parts of the shards that `spec.data` names. A collective. Raises `Refused`."""
     import datasets
 
-    labels, images = open_sources(
-        spec, spec.objects_column, _keep_columns(spec.objects_column, spec.group_column)
-    )
+    columns = _keep_columns(spec.objects_column, spec.group_column)
+    labels, images = open_sources(spec, spec.objects_column, columns)
     splits = {}
     for name, source in images.items():
         rows = datasets.Dataset(datasets.table.InMemoryTable(source.index.rows))
         splits[name] = Split(redact_name(spec.data), name, rows)
-    parts = object_parts(splits, spec, images)
+    parts = open_object_tables(splits, spec, images)
     return replace(parts, labels=labels)
 
 
-def _keep_columns(objects: str, group: str) -> KeptColumns:
+def _keep_columns(objects_column: str, group_column: str) -> KeptColumns:
     """The columns of shards that are kept: the objects, and others that a table of objects may have."""
-    beside = BESIDE + (group,) if group else BESIDE
+    extra_columns: tuple[str, ...] = EXTRA_COLUMNS
+    if group_column:
+        extra_columns += (group_column,)
 
     def find(split: Split, _image: str) -> list[str]:
-        return [find_objects(split, objects)] + [name for name in beside if name in split.kinds]
+        columns = [find_objects(split, objects_column)]
+        return columns + [name for name in extra_columns if name in split.kinds]
 
-    return KeptColumns(find, keys=(objects or "objects",) + beside, read_header=header_of)
+    keys = (objects_column or "objects",) + extra_columns
+    return KeptColumns(find, keys=keys, read_header=read_header)

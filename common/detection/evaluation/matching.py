@@ -1,6 +1,6 @@
 """Matching of detections with objects: hits, misses, false alarms, and thresholds of scores.
 
-All at IoU 0.5 unless said.
+All at IoU 0.5 unless a docstring names another one.
 """
 
 from dataclasses import dataclass
@@ -12,19 +12,29 @@ import numpy as np
 from common.detection.data.annotated import Annotated
 
 IOU = 0.5  # minimum overlap of a detection with the object that it shows
-NEAR = 0.1  # minimum overlap of a badly placed detection with an object of its class
-NONE, IN_CROWD = -1, -2  # instead of an object: none, or a crowd region, which is not judged
+NEAR_IOU = 0.1  # minimum overlap of a badly placed detection with an object of its class
+# Instead of the index of an object: none, or a crowd region, which is not judged.
+NO_OBJECT = -1
+IN_CROWD = -2
 
 
 class Mistake(NamedTuple):
     """An object that no detection shows, or a detection that shows no object of its class."""
 
-    kind: str  # "missed", or of a detection "double", "class", "place", "nothing"
+    kind: str  # "missed", or of a detection "duplicate", "class", "location", "background"
     image: int
     object: int  # the missed one; or shown by a better one, of another class, or too far away
-    detection: int = NONE  # row of the columns of detections
+    detection: int = NO_OBJECT  # index of the detection
     score: float = 0.0  # missed: of the best detection below the threshold that overlaps enough
     overlap: float = 0.0  # of the detection with the object
+
+
+class _Judged(NamedTuple):
+    """The n detections outside crowd regions, best first."""
+
+    scores: np.ndarray  # float32[n]
+    labels: np.ndarray  # int64[n]
+    is_hit: np.ndarray  # bool[n]
 
 
 @dataclass(eq=False)
@@ -38,218 +48,264 @@ class Matches:
 
     source: Annotated
     images: np.ndarray  # int64[n]: which image each detection is of
-    rows: np.ndarray  # float32[n, 6]: left, top, right, bottom, score, class id
+    detections: np.ndarray  # float32[n, 6]: left, top, right, bottom, score, class id
     iou: float = IOU
 
     @classmethod
-    def of_counted(cls, source: Annotated, images: np.ndarray, rows: np.ndarray) -> Self:
-        """Matches of the best detections of each class and image: `source.max_detections`, as COCO
-        counts them.
-        """
-        order = np.lexsort((-rows[:, 4], rows[:, 5], images))
-        starts = np.flatnonzero(
-            np.diff(images[order], prepend=-1) | np.diff(rows[order, 5], prepend=-1).astype(bool)
-        )
-        ranks = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
-        counted = np.sort(order[ranks < source.max_detections])
-        return cls(source, images[counted], rows[counted])
+    def from_best(cls, source: Annotated, images: np.ndarray, detections: np.ndarray) -> Self:
+        """Matches of the best `source.max_detections` of each class and image, as COCO counts them."""
+        scores = detections[:, 4]
+        labels = detections[:, 5]
+        order = np.lexsort((-scores, labels, images))
+        is_new_image = np.diff(images[order], prepend=-1) != 0
+        is_new_label = np.diff(labels[order], prepend=-1) != 0
+        starts = np.flatnonzero(is_new_image | is_new_label)
+        run_lengths = np.diff(starts, append=len(order))
+        ranks = np.arange(len(order)) - np.repeat(starts, run_lengths)
+        best = np.sort(order[ranks < source.max_detections])
+        return cls(source, images[best], detections[best])
 
     @cached_property
     def hits(self) -> np.ndarray:
-        """int64[n]: the object of its class that each detection shows; else `NONE` or `IN_CROWD`."""
-        return self._assign(
-            np.full(len(self.rows), NONE), np.ones(len(self.rows), bool), same_class=True
-        )
+        """int64[n]: the object of its class that each detection shows; else `NO_OBJECT` or `IN_CROWD`."""
+        num_detections = len(self.detections)
+        unmatched = np.full(num_detections, NO_OBJECT)
+        return self._assign(unmatched, np.ones(num_detections, bool), same_class=True)
 
     @cached_property
     def threshold(self) -> float:
         """The minimum score of the best F1 over all objects; 0.5 if no detection is right."""
-        scores, _, right = self._judged
-        place, f1 = best_f1(scores, right, self.object_count)
-        return float(scores[place]) if f1 else 0.5
+        judged = self._judged
+        best, f1 = find_best_f1(judged.scores, judged.is_hit, self.num_objects)
+        return float(judged.scores[best]) if f1 else 0.5
 
     @cached_property
-    def classes(self) -> list[dict[str, float | None]]:
+    def class_results(self) -> list[dict[str, float | None]]:
         """Of each class: objects, score of the best F1, and precision, recall and F1 from there on."""
-        found = []
-        objects = np.bincount(
-            self.source.labels[~self.source.crowd], minlength=len(self.source.classes)
-        )
-        for label, count in enumerate(objects.tolist()):
-            scores, _, right = (column[self._judged[1] == label] for column in self._judged)
-            at, f1 = best_f1(scores, right, count)
-            true = int(right[: at + 1].sum())
+        results = []
+        num_classes = len(self.source.classes)
+        object_labels = self.source.labels[~self.source.crowd]
+        object_counts = np.bincount(object_labels, minlength=num_classes)
+        for label, num_objects in enumerate(object_counts.tolist()):
+            is_of_class = self._judged.labels == label
+            scores = self._judged.scores[is_of_class]
+            is_hit = self._judged.is_hit[is_of_class]
+            best, f1 = find_best_f1(scores, is_hit, num_objects)
             row = {
                 "threshold": None,
                 "precision": None,
-                "recall": 0.0 if count else None,
+                "recall": 0.0 if num_objects else None,
                 "f1": None,
-                "objects": count,
+                "objects": num_objects,
             }
             if f1:
-                row |= {
-                    "threshold": float(scores[at]),
-                    "f1": f1,
-                    "precision": true / (at + 1),
-                    "recall": true / count,
-                }
-            found.append(row)
-        return found
+                num_hits = int(is_hit[: best + 1].sum())
+                row["threshold"] = float(scores[best])
+                row["f1"] = f1
+                row["precision"] = num_hits / (best + 1)
+                row["recall"] = num_hits / num_objects
+            results.append(row)
+        return results
 
     @cached_property
-    def good(self) -> np.ndarray:
+    def is_confident(self) -> np.ndarray:
         """bool[n]: the detections with a score of `threshold` or more."""
-        return self.rows[:, 4] >= self.threshold
+        return self.detections[:, 4] >= self.threshold
 
     @cached_property
-    def shown(self) -> np.ndarray:
-        """int64[n]: the object of any class that each good detection shows; else `NONE` or `IN_CROWD`."""
-        hits = np.where(self.good | (self.hits == IN_CROWD), self.hits, NONE)
-        return self._assign(hits, self.good & (hits == NONE), same_class=False)
+    def is_false_alarm(self) -> np.ndarray:
+        """bool[n]: the confident detections that show no object of their class."""
+        return self.is_confident & (self.hits == NO_OBJECT)
 
     @cached_property
-    def hit(self) -> np.ndarray:
-        """bool[M]: the objects that a good detection of their class shows."""
-        return self._marked(self.hits[self.good])
+    def matched_objects(self) -> np.ndarray:
+        """int64[n]: the object of any class that each confident detection shows.
+
+        Else `NO_OBJECT` or `IN_CROWD`.
+        """
+        is_kept = self.is_confident | (self.hits == IN_CROWD)
+        hits = np.where(is_kept, self.hits, NO_OBJECT)
+        return self._assign(hits, self.is_confident & (hits == NO_OBJECT), same_class=False)
 
     @cached_property
-    def missed(self) -> np.ndarray:
-        """bool[M]: the objects that no good detection shows."""
-        return ~(self._marked(self.shown) | self.source.crowd)
+    def is_detected(self) -> np.ndarray:
+        """bool[M]: the objects that a confident detection of their class shows."""
+        return self._mark_objects(self.hits[self.is_confident])
+
+    @cached_property
+    def is_missed(self) -> np.ndarray:
+        """bool[M]: the objects that no confident detection shows."""
+        return ~(self._mark_objects(self.matched_objects) | self.source.crowd)
 
     @property
-    def false_alarm_count(self) -> int:
-        return int((self.good & (self.hits == NONE)).sum())
+    def num_false_alarms(self) -> int:
+        return int(self.is_false_alarm.sum())
 
     @property
-    def object_count(self) -> int:
+    def num_objects(self) -> int:
         return int((~self.source.crowd).sum())
 
-    def confusion(self) -> np.ndarray:
+    def compute_confusion(self) -> np.ndarray:
         """int64[K + 1, K + 1]: classes of objects (rows) and of their detections; background is last."""
-        classes = len(self.source.classes)
-        judged = (self.shown >= 0) | (self.good & (self.shown == NONE))
-        true, seen = np.append(self.source.labels, classes), self.rows[judged, 5].astype(np.int64)
-        matrix = np.zeros((classes + 1, classes + 1), np.int64)
-        np.add.at(matrix, (true[self.shown[judged]], seen), 1)  # NONE, -1, is the background
-        np.add.at(matrix, (self.source.labels[self.missed], classes), 1)
+        num_classes = len(self.source.classes)
+        is_background = self.is_confident & (self.matched_objects == NO_OBJECT)
+        is_counted = (self.matched_objects >= 0) | is_background
+        # NO_OBJECT, -1, is the background.
+        object_labels = np.append(self.source.labels, num_classes)
+        true_labels = object_labels[self.matched_objects[is_counted]]
+        detected_labels = self.detections[is_counted, 5].astype(np.int64)
+        matrix = np.zeros((num_classes + 1, num_classes + 1), np.int64)
+        np.add.at(matrix, (true_labels, detected_labels), 1)
+        np.add.at(matrix, (self.source.labels[self.is_missed], num_classes), 1)
         return matrix
 
-    def misses(self, limit: int) -> list[Mistake]:
+    def find_misses(self, limit: int) -> list[Mistake]:
         """The missed objects, worst first: by the share of the image that they cover."""
-        objects = np.flatnonzero(self.missed)
+        objects = np.flatnonzero(self.is_missed)
         owners = np.repeat(np.arange(len(self.source)), np.diff(self.source.offsets))[objects]
-        shares = self.source.areas[objects] / self.source.sizes[owners].prod(1, dtype=np.float64)
+        image_areas = self.source.sizes[owners].prod(1, dtype=np.float64)
+        shares = self.source.areas[objects] / image_areas
         worst = np.argsort(-shares, kind="stable")[:limit]
-        scores = dict(zip(self.hits.tolist(), self.rows[:, 4].tolist(), strict=True))
-        places = zip(owners[worst].tolist(), objects[worst].tolist(), strict=True)
-        return [Mistake("missed", image, row, score=scores.get(row, 0.0)) for image, row in places]
+        scores = self.detections[:, 4].tolist()
+        score_by_object = dict(zip(self.hits.tolist(), scores, strict=True))
+        misses = []
+        for image, index in zip(owners[worst].tolist(), objects[worst].tolist(), strict=True):
+            misses.append(Mistake("missed", image, index, score=score_by_object.get(index, 0.0)))
+        return misses
 
-    def false_alarms(self, limit: int) -> list[Mistake]:
-        """Detections that hit no object of their class, best first; one around each object."""
+    def find_false_alarms(self, limit: int) -> list[Mistake]:
+        """Detections that hit no object of their class, best first; at most one around each object."""
         alarms: list[Mistake] = []
-        for row in self._best_first[(self.good & (self.hits == NONE))[self._best_first]].tolist():
+        objects = set()
+        is_false_alarm = self.is_false_alarm[self._best_first]
+        for detection in self._best_first[is_false_alarm].tolist():
             if len(alarms) == limit:
                 break
-            alarm = self._explained(row)
-            if alarm.object == NONE or alarm.object not in [known.object for known in alarms]:
+            alarm = self._explain(detection)
+            if alarm.object == NO_OBJECT or alarm.object not in objects:
                 alarms.append(alarm)
+                objects.add(alarm.object)
         return alarms
 
-    def of_image(self, image: int, good: bool = True) -> np.ndarray:
-        """int64[m]: the detections of an image, of any score or only good ones; best first."""
-        first, end = np.searchsorted(self.images, (image, image + 1), sorter=self._by_image)
-        rows = self._by_image[first:end]
-        return rows[self.good[rows]] if good else rows
+    def get_detections(self, image: int, only_confident: bool = True) -> np.ndarray:
+        """int64[m]: the detections of an image, only confident ones or all; best first."""
+        start, end = np.searchsorted(self.images, (image, image + 1), sorter=self._by_image)
+        indices = self._by_image[start:end]
+        if only_confident:
+            return indices[self.is_confident[indices]]
+        return indices
 
     # ---- internals
 
     @cached_property
     def _best_first(self) -> np.ndarray:
-        return np.argsort(-self.rows[:, 4], kind="stable")
+        return np.argsort(-self.detections[:, 4], kind="stable")
 
     @cached_property
-    def _judged(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Scores, class ids and bool, True for hits, of detections outside crowd regions, best first."""
-        rows = self._best_first[self.hits[self._best_first] != IN_CROWD]
-        return self.rows[rows, 4], self.rows[rows, 5].astype(np.int64), self.hits[rows] >= 0
+    def _judged(self) -> _Judged:
+        indices = self._best_first[self.hits[self._best_first] != IN_CROWD]
+        return _Judged(
+            scores=self.detections[indices, 4],
+            labels=self.detections[indices, 5].astype(np.int64),
+            is_hit=self.hits[indices] >= 0,
+        )
 
     @cached_property
     def _by_image(self) -> np.ndarray:
         return self._best_first[np.argsort(self.images[self._best_first], kind="stable")]
 
-    def _marked(self, objects: np.ndarray) -> np.ndarray:
-        marked = np.zeros(len(self.source.labels), bool)
-        marked[objects[objects >= 0]] = True
-        return marked
+    def _mark_objects(self, objects: np.ndarray) -> np.ndarray:
+        """bool[M]: True for `objects`, which may contain `NO_OBJECT` and `IN_CROWD`."""
+        is_marked = np.zeros(len(self.source.labels), bool)
+        is_marked[objects[objects >= 0]] = True
+        return is_marked
 
-    def _assign(self, shown: np.ndarray, candidates: np.ndarray, same_class: bool) -> np.ndarray:
-        """`shown`, with an object for each candidate bool[n] that overlaps a free one enough."""
-        shown, taken = shown.copy(), self._marked(shown)
-        order = self._by_image[candidates[self._by_image]]
-        for rows in np.split(order, np.flatnonzero(np.diff(self.images[order])) + 1):
-            objects = self._objects(self.images[rows[0]]) if len(rows) else rows
-            if not len(objects):
+    def _assign(
+        self, matched: np.ndarray, is_candidate: np.ndarray, same_class: bool
+    ) -> np.ndarray:
+        """`matched`, with an object for each candidate bool[n] that overlaps a free one enough."""
+        matched = matched.copy()
+        is_taken = self._mark_objects(matched)
+        order = self._by_image[is_candidate[self._by_image]]
+        starts = np.flatnonzero(np.diff(self.images[order])) + 1
+        for indices in np.split(order, starts):
+            if not len(indices):
                 continue
-            overlaps, crowd = self._overlaps(rows, objects), self.source.crowd[objects]
-            fits = (
-                self.rows[rows, 5][:, None] == self.source.labels[objects]
-                if same_class
-                else ~crowd[None]
-            )
-            overlaps = np.where(fits, overlaps, 0)
-            for place in np.flatnonzero((overlaps >= self.iou).any(1)):
-                free = np.where(crowd | taken[objects], 0, overlaps[place])
-                if free.max() >= self.iou:
-                    # Of equal ones the last, as COCO.
-                    shown[rows[place]] = objects[np.flatnonzero(free == free.max())[-1]]
-                    taken[shown[rows[place]]] = True
-                elif (overlaps[place][crowd] >= self.iou).any():
-                    shown[rows[place]] = IN_CROWD
-        return shown
+            objects = self._get_objects(self.images[indices[0]])
+            if len(objects):
+                self._assign_in_image(matched, is_taken, indices, objects, same_class)
+        return matched
 
-    def _objects(self, image: int) -> np.ndarray:
+    def _assign_in_image(
+        self,
+        matched: np.ndarray,
+        is_taken: np.ndarray,
+        indices: np.ndarray,
+        objects: np.ndarray,
+        same_class: bool,
+    ) -> None:
+        """Fill `matched` and `is_taken` for the detections `indices`, best first, of an image."""
+        overlaps = self._compute_overlaps(indices, objects)
+        is_crowd = self.source.crowd[objects]
+        if same_class:
+            can_match = self.detections[indices, 5][:, None] == self.source.labels[objects]
+        else:
+            can_match = ~is_crowd[None]
+        overlaps = np.where(can_match, overlaps, 0)
+        for i in np.flatnonzero((overlaps >= self.iou).any(1)):
+            free_overlaps = np.where(is_crowd | is_taken[objects], 0, overlaps[i])
+            largest = free_overlaps.max()
+            if largest >= self.iou:
+                # Of equal ones the last, as COCO.
+                best = objects[np.flatnonzero(free_overlaps == largest)[-1]]
+                matched[indices[i]] = best
+                is_taken[best] = True
+            elif (overlaps[i][is_crowd] >= self.iou).any():
+                matched[indices[i]] = IN_CROWD
+
+    def _get_objects(self, image: int) -> np.ndarray:
         return np.arange(self.source.offsets[image], self.source.offsets[image + 1])
 
-    def _overlaps(self, rows: np.ndarray, objects: np.ndarray) -> np.ndarray:
-        """float64[rows, objects]: intersection over union; for crowd regions, over the detection
-        alone, as in COCO.
+    def _compute_overlaps(self, indices: np.ndarray, objects: np.ndarray) -> np.ndarray:
+        """float64[detections, objects]: intersection over union; 0 for boxes without an area.
 
-        0 for boxes without an area.
+        For crowd regions, it is the intersection over the detection alone, as in COCO.
         """
         from faster_coco_eval.core import mask  # imported late: it takes 0.1 s
 
-        found, crowd = (
-            self.rows[rows, :4].astype(np.float64),
-            self.source.crowd[objects].astype(np.uint8),
-        )
-        found[:, 2:] -= found[:, :2]
-        return np.nan_to_num(
-            mask.iou(found, np.asarray(self.source.truth)[objects], crowd.tolist())
-        )
+        boxes = self.detections[indices, :4].astype(np.float64)
+        boxes[:, 2:] -= boxes[:, :2]
+        true_boxes = np.asarray(self.source.truth)[objects]
+        is_crowd = self.source.crowd[objects].astype(np.uint8).tolist()
+        return np.nan_to_num(mask.iou(boxes, true_boxes, is_crowd))
 
-    def _explained(self, row: int) -> Mistake:
-        """Why a detection is no hit: second, of another class, badly placed, or of nothing."""
-        image = int(self.images[row])
-        objects = self._objects(image)
+    def _explain(self, detection: int) -> Mistake:
+        """Why a detection is no hit: second, of another class, badly placed, or of the background."""
+        image = int(self.images[detection])
+        objects = self._get_objects(image)
         objects = objects[~self.source.crowd[objects]]
-        overlaps = self._overlaps(np.array([row]), objects)[0] if len(objects) else np.zeros(0)
-        same = self.source.labels[objects] == self.rows[row, 5]
-        for kind, fits, least in (
-            ("double", same, IOU),
-            ("class", ~same, IOU),
-            ("place", same, NEAR),
+        overlaps = np.zeros(0)
+        if len(objects):
+            overlaps = self._compute_overlaps(np.array([detection]), objects)[0]
+        is_same = self.source.labels[objects] == self.detections[detection, 5]
+        for kind, can_explain, min_overlap in (
+            ("duplicate", is_same, IOU),
+            ("class", ~is_same, IOU),
+            ("location", is_same, NEAR_IOU),
         ):
-            near = np.where(fits, overlaps, 0)
-            if near.max(initial=0) >= least:
-                return Mistake(
-                    kind, image, int(objects[near.argmax()]), row, overlap=float(near.max())
-                )
-        return Mistake("nothing", image, NONE, row)
+            candidates = np.where(can_explain, overlaps, 0)
+            overlap = float(candidates.max(initial=0))
+            if overlap >= min_overlap:
+                nearest = int(objects[candidates.argmax()])
+                return Mistake(kind, image, nearest, detection, overlap=overlap)
+        return Mistake("background", image, NO_OBJECT, detection)
 
 
-def best_f1(scores: np.ndarray, right: np.ndarray, objects: int) -> tuple[int, float]:
+def find_best_f1(scores: np.ndarray, is_hit: np.ndarray, num_objects: int) -> tuple[int, float]:
     """Index in detections, best first, up to which F1 is best, and this F1; 0 if none is right."""
-    f1 = 2 * np.cumsum(right) / (np.arange(1, len(right) + 1) + objects)
+    num_detections = np.arange(1, len(is_hit) + 1)
+    f1 = 2 * np.cumsum(is_hit) / (num_detections + num_objects)
     f1[:-1][scores[1:] == scores[:-1]] = 0  # equal scores belong together
-    return (int(f1.argmax()), float(f1.max())) if f1.any() else (0, 0.0)
+    if not f1.any():
+        return 0, 0.0
+    return int(f1.argmax()), float(f1.max())

@@ -32,59 +32,86 @@ class Detections:
     precision: np.ndarray | None = None
     matches: Matches = field(init=False)  # of these detections with the objects, after `results`
 
-    def update(self, indices: Sequence[int], found: list[dict[str, Any]]) -> None:
-        """Add the detections of images: boxes [n, 4] in pixels of the original, scores [n], labels
-        [n], and from a detector of masks rles, n of COCO's packed run lengths.
+    def update(self, indices: Sequence[int], detections: list[dict[str, Any]]) -> None:
+        """Add the detections of images.
+
+        Of each image boxes [n, 4] in pixels of the original, scores [n], labels [n], and from a
+        detector of masks rles, n of COCO's packed run lengths.
         """
-        for index, of_image in zip(indices, found, strict=True):
-            parts = (of_image["boxes"], of_image["scores"][:, None], of_image["labels"][:, None])
-            self.rows.append(torch.cat([part.float() for part in parts], 1).cpu().numpy())
-            self.images.append(np.full(len(self.rows[-1]), index))
+        for index, image_detections in zip(indices, detections, strict=True):
+            boxes = image_detections["boxes"].float()
+            scores = image_detections["scores"][:, None].float()
+            labels = image_detections["labels"][:, None].float()
+            rows = torch.cat([boxes, scores, labels], dim=1).cpu().numpy()
+            self.rows.append(rows)
+            self.images.append(np.full(len(rows), index))
             self.count += 1
-            if "rles" in of_image:
-                self.masks.append(np.array([rle["counts"] for rle in of_image["rles"]], object))
+            if "rles" in image_detections:
+                counts = [rle["counts"] for rle in image_detections["rles"]]
+                self.masks.append(np.array(counts, object))
 
     def results(self, source: Annotated) -> dict:
-        """The twelve COCO numbers in 0..1 (None: no objects), `per_class` AP, and `count`, on every
-        rank. A collective.
+        """The metrics on every rank. A collective.
 
+        They are the twelve COCO numbers in 0..1 (None: no objects), `per_class` AP, and `count`.
         Up to 100 classes that occur have `AP_class/<name>`, and masks have the twelve again as
         `mask_AP` and so on. `thresholds` has the score of the best F1 of each class. Source: Lin et
         al., "Microsoft COCO", 2014.
         """
-        masks = [np.concatenate(self.masks)] if self.masks else []
-        gathered = gather_to_main((np.array([self.count]), *self.columns(), *masks))
-        parts = gathered or []
-        self.count = sum(int(*count) for count, *_ in parts)
-        self.images, self.rows = [part[1] for part in parts], [part[2] for part in parts]
-        images, rows = self.columns()
-        order = np.argsort(images, kind="stable")
-        masks = [column for part in parts for column in part[3:]]
-        self.images, self.rows = [images[order]], [rows[order]]  # image by image
-        self.masks = [np.concatenate(masks)[order]] if masks else []
+        is_main = self._gather()
         results = None
         with all_or_none("evaluating the detections"):
-            self.matches = Matches.of_counted(source, *self.columns())
-            if gathered is not None:
-                # COCO's evaluation holds ids in float64, which rounds large ones; ranks keep their
-                # order.
-                image_ids = np.argsort(np.argsort(source.image_ids))
-                category_ids = np.arange(len(source.classes)) + 1  # to COCO, 0 is no class
-                source = replace(source, image_ids=image_ids, category_ids=category_ids)
-                results, self.precision = _evaluate(source, *self.columns())
-                results |= {
-                    "count": self.count,
-                    "thresholds": [row["threshold"] for row in self.matches.classes],
-                }
-                results |= _evaluate_masks(source, *self.columns(), *self.masks) if masks else {}
+            images, rows = self.to_arrays()
+            self.matches = Matches.from_best(source, images, rows)
+            if is_main:
+                results = self._evaluate(source)
         return broadcast_object(results)
 
-    def columns(self) -> tuple[np.ndarray, np.ndarray]:
+    def _gather(self) -> bool:
+        """Gather the detections of all ranks, sorted by image. True on the main process. A collective."""
+        images, rows = self.to_arrays()
+        arrays = [np.array([self.count]), images, rows]
+        if self.masks:
+            arrays.append(np.concatenate(self.masks))
+        arrays_by_rank = gather_to_main(arrays)
+        self.count = 0
+        self.images = []
+        self.rows = []
+        self.masks = []
+        for (count,), images, rows, *masks in arrays_by_rank or []:
+            self.count += int(count)
+            self.images.append(images)
+            self.rows.append(rows)
+            self.masks += masks
+        images, rows = self.to_arrays()
+        order = np.argsort(images, kind="stable")
+        self.images = [images[order]]
+        self.rows = [rows[order]]
+        if self.masks:
+            self.masks = [np.concatenate(self.masks)[order]]
+        return arrays_by_rank is not None
+
+    def _evaluate(self, source: Annotated) -> dict:
+        # COCO's evaluation holds ids in float64, which rounds large ones; ranks keep their order.
+        image_ids = np.argsort(np.argsort(source.image_ids))
+        category_ids = np.arange(len(source.classes)) + 1  # to COCO, 0 is no class
+        source = replace(source, image_ids=image_ids, category_ids=category_ids)
+        images, rows = self.to_arrays()
+        results, self.precision = _evaluate_boxes(source, images, rows)
+        results["count"] = self.count
+        results["thresholds"] = [row["threshold"] for row in self.matches.class_results]
+        if self.masks:
+            results |= _evaluate_masks(source, images, rows, self.masks[0])
+        return results
+
+    def to_arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """`images` int64[n] and `rows` float32[n, 6] of all detections."""
-        return np.concatenate([_NO_IMAGES, *self.images]), np.concatenate([_NO_ROWS, *self.rows])
+        images = [np.zeros(0, np.int64)] + self.images
+        rows = [np.zeros((0, 6), np.float32)] + self.rows
+        return np.concatenate(images), np.concatenate(rows)
 
 
-def coco_results(
+def generate_coco_results(
     source: Annotated, images: np.ndarray, rows: np.ndarray, masks: Iterable[bytes] = ()
 ) -> Iterator[dict[str, Any]]:
     """Detections as COCO's results, with the ids of `source`; see `Detections`."""
@@ -102,18 +129,20 @@ def coco_results(
         yield result
 
 
-_NO_IMAGES, _NO_ROWS = np.zeros(0, np.int64), np.zeros((0, 6), np.float32)
-
-
-def _evaluate(source: Annotated, images: np.ndarray, rows: np.ndarray) -> tuple[dict, np.ndarray]:
+def _evaluate_boxes(
+    source: Annotated, images: np.ndarray, rows: np.ndarray
+) -> tuple[dict, np.ndarray]:
     """The results of boxes, and the precision at IoU 0.5 by class and recall: float64[K, 101]."""
     boxes = rows[:, :4].astype(np.float64)
     boxes[:, 2:] -= boxes[:, :2]
-    table = np.column_stack([source.image_ids[images], boxes, rows[:, 4], rows[:, 5] + 1])
-    numbers, evaluation = _coco_numbers(_coco(source), table, "bbox", source.max_detections)
+    columns = (source.image_ids[images], boxes, rows[:, 4], rows[:, 5] + 1)
+    results, evaluation = _run_coco(
+        build_coco_annotations(source), np.column_stack(columns), "bbox", source.max_detections
+    )
     precision = evaluation.eval["precision"][:, :, :, 0, -1]  # [thresholds, recalls, classes]
     per_class = np.ma.masked_less(precision, 0).mean((0, 1)).tolist()  # None: no objects
-    results = numbers | {"per_class": per_class} | name_by_class("AP", source.classes, per_class)
+    results["per_class"] = per_class
+    results |= name_by_class("AP", source.classes, per_class)
     return results, precision[0].T.copy()
 
 
@@ -121,57 +150,61 @@ def _evaluate_masks(
     source: Annotated, images: np.ndarray, rows: np.ndarray, masks: np.ndarray
 ) -> dict:
     """The twelve numbers with the overlaps and areas of masks."""
-    content = _coco(source)
-    shapes = (rle for index in range(len(source)) for rle in source.rles(index))
-    for annotation, rle in zip(content["annotations"], shapes, strict=True):
+    content = build_coco_annotations(source)
+    rles = []
+    for index in range(len(source)):
+        rles += source.build_rles(index)
+    for annotation, rle in zip(content["annotations"], rles, strict=True):
         annotation["segmentation"] = rle
-    found = list(coco_results(source, images, rows, masks))
-    for result in found:
-        del result["bbox"]  # else its area would count, not the mask's
-    numbers, _ = _coco_numbers(content, found, "segm", source.max_detections)
-    return {f"mask_{name}": value for name, value in numbers.items()}
+    detections = list(generate_coco_results(source, images, rows, masks))
+    for detection in detections:
+        del detection["bbox"]  # else its area would count, not the mask's
+    results, _ = _run_coco(content, detections, "segm", source.max_detections)
+    return {f"mask_{name}": value for name, value in results.items()}
 
 
-def _coco_numbers(
-    content: dict, found: Any, kind: str, max_detections: int
+def _run_coco(
+    annotations: dict, detections: Any, kind: str, max_detections: int
 ) -> tuple[dict[str, Any], Any]:
-    """The twelve numbers, and the evaluation that made them, of boxes or masks in COCO's form."""
+    """The twelve numbers, and COCO's evaluation itself, of boxes ("bbox") or masks ("segm")."""
     from faster_coco_eval import COCO, COCOeval_faster  # imported late: it takes 0.4 s
 
-    truth = COCO(content)
-    evaluation = COCOeval_faster(truth, truth.loadRes(found), kind)
+    truth = COCO(annotations)
+    evaluation = COCOeval_faster(truth, truth.loadRes(detections), kind)
     evaluation.params.maxDets = [1, 10, max_detections]
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summarize()
-    numbers = zip(NAMES, evaluation.stats, strict=False)
-    return {name: None if value < 0 else float(value) for name, value in numbers}, evaluation
+    results: dict[str, Any] = {}
+    for name, value in zip(NAMES, evaluation.stats, strict=False):
+        results[name] = None if value < 0 else float(value)
+    return results, evaluation
 
 
-def _coco(source: Annotated) -> dict:
+def build_coco_annotations(source: Annotated) -> dict:
     """The annotations in COCO's form, with class ids from 1: to its evaluation, 0 is no class."""
-    owners = np.repeat(source.image_ids, np.diff(source.offsets)).tolist()
-    of_objects = (np.asarray(source.truth), source.labels, source.crowd, source.areas)
-    columns = zip(owners, *(column.tolist() for column in of_objects), strict=True)
-    return {
-        "images": [
-            {"id": number, "width": width, "height": height}
-            for number, (width, height) in zip(
-                source.image_ids.tolist(), source.sizes.tolist(), strict=True
-            )
-        ],
-        "categories": [
-            {"id": number, "name": name} for number, name in enumerate(source.classes, 1)
-        ],
-        "annotations": [
-            {
-                "id": row,
-                "image_id": owner,
-                "bbox": box,
-                "category_id": label + 1,
-                "iscrowd": int(crowd),
-                "area": area,
-            }
-            for row, (owner, box, label, crowd, area) in enumerate(columns, 1)
-        ],
-    }
+    images = []
+    for image_id, size in zip(source.image_ids.tolist(), source.sizes.tolist(), strict=True):
+        width, height = size
+        images.append({"id": image_id, "width": width, "height": height})
+    categories = [{"id": i, "name": name} for i, name in enumerate(source.classes, start=1)]
+    columns = zip(
+        np.repeat(source.image_ids, np.diff(source.offsets)).tolist(),
+        np.asarray(source.truth).tolist(),
+        source.labels.tolist(),
+        source.crowd.tolist(),
+        source.areas.tolist(),
+        strict=True,
+    )
+    annotations = []
+    for i, (image_id, box, label, is_crowd, area) in enumerate(columns, start=1):
+        annotation = {
+            "id": i,
+            "image_id": image_id,
+            "bbox": box,
+            "category_id": label + 1,
+            "iscrowd": int(is_crowd),
+            "area": area,
+        }
+        annotations.append(annotation)
+    return {"images": images, "categories": categories, "annotations": annotations}

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -13,49 +14,56 @@ from common.detection.evaluation.matching import IN_CROWD, IOU, Matches, Mistake
 from common.run import plots
 from common.run.plots import BLUE, GREEN, GREY, INK, ORANGE, PALE, Cell, evaluation_of, sheet, short
 
-SHOWN_IMAGES = 12
-SHOWN_CROPS = 12  # of misses, and of false alarms
-NAMED_CURVES = 20  # of more classes, only the mean has a name
-FONT = 7  # points
-SIDE = 7.0  # inches of the longer side of an image on its own
+NUM_IMAGES = 12
+NUM_CROPS = 12  # of misses, and of false alarms
+MAX_NAMED_CURVES = 20  # of more classes, only the mean has a name
+FONT_SIZE = 7  # points
+IMAGE_INCHES = 7.0  # of the longer side of an image on its own
 
-# Okabe and Ito's colours, and line styles: together enough to tell NAMED_CURVES apart.
-COLOURS, STYLES = (BLUE, ORANGE, GREEN, "#E69F00", "#CC79A7", "#56B4E9"), ("-", "--", ":", "-.")
+# Okabe and Ito's colours, and line styles: together enough to tell MAX_NAMED_CURVES apart.
+COLOURS = (BLUE, ORANGE, GREEN, "#E69F00", "#CC79A7", "#56B4E9")
+LINE_STYLES = ("-", "--", ":", "-.")
 
-# Left, top, right, bottom in pixels; what stands there; colour.
+# Left, top, right, bottom in pixels; the text at the box; colour.
 Mark = tuple[Sequence[float], str, str]
 
 
-def predictions(matches: Matches, path: Path) -> None:
+def draw_predictions(matches: Matches, path: Path) -> None:
     """Draw images, with objects beside detections.
 
-    What was found is blue, missed objects and false alarms are orange, crowd regions are grey.
+    Objects that are detected are blue, missed objects and false alarms orange, crowd regions grey.
     """
-    source, cells = matches.source, []
-    for index in _chosen(source):
-        image, name = np.asarray(read_image(source, index)), source.name(index)
+    source = matches.source
+    cells = []
+    for index in _choose_images(source):
+        image = np.asarray(read_image(source, index))
+        name = source.name(index)
         objects = np.arange(source.offsets[index], source.offsets[index + 1])
-        found = matches.of_image(index)
-        crowd, hits = source.crowd[objects], matches.hits[found]
-        of_true = np.where(crowd, GREY, np.where(matches.hit[objects], BLUE, ORANGE)).tolist()
-        of_found = np.where(hits == IN_CROWD, GREY, np.where(hits >= 0, BLUE, ORANGE)).tolist()
-        counts = f"{(hits >= 0).sum()} of {(~crowd).sum()} found, {of_found.count(ORANGE)} false"
-        cells.append(Cell(image, "objects", name, _objects(source, objects, of_true)))
-        cells.append(Cell(image, counts, name, _detections(matches, found, of_found)))
-    what = (
-        f"objects, and predictions that score {matches.threshold:.2f} or more (best F1)"
-        if cells
-        else "no images"
-    )
-    colours = "found blue, missed or false orange, crowds grey"
-    sheet(cells, f"{evaluation_of(path)}: {what}\n{colours}", path)
+        is_crowd = source.crowd[objects]
+        colours = np.where(matches.is_detected[objects], BLUE, ORANGE)
+        object_marks = _mark_objects(source, objects, np.where(is_crowd, GREY, colours).tolist())
+
+        detections = matches.get_detections(index)
+        hits = matches.hits[detections]
+        colours = np.where(hits >= 0, BLUE, ORANGE)
+        colours = np.where(hits == IN_CROWD, GREY, colours)
+        detection_marks = _mark_detections(matches, detections, colours.tolist())
+        num_false = (colours == ORANGE).sum()
+        counts = f"{(hits >= 0).sum()} of {(~is_crowd).sum()} found, {num_false} false"
+        cells.append(Cell(image, "objects", name, object_marks))
+        cells.append(Cell(image, counts, name, detection_marks))
+    headline = "no images"
+    if cells:
+        headline = f"objects, and predictions that score {matches.threshold:.2f} or more (best F1)"
+    legend = "found blue, missed or false orange, crowds grey"
+    sheet(cells, f"{evaluation_of(path)}: {headline}\n{legend}", path)
 
 
-def precision_recall(precision: np.ndarray, class_names: Sequence[str], path: Path) -> None:
+def draw_precision_recall(precision: np.ndarray, class_names: Sequence[str], path: Path) -> None:
     """Draw precision over recall at IoU 0.5, float[classes, 101], and the mean; -1: no objects."""
-    present = np.flatnonzero((precision > -1).any(1))
+    classes = np.flatnonzero((precision > -1).any(1))
     precision = 100 * precision.clip(0)
-    recalls, ap = np.linspace(0, 100, precision.shape[1]), precision.mean(1)
+    ap = precision.mean(1)
     figure = plots.new_figure(8.5, 5.6)
     axes = figure.subplots()
     axes.set(xlim=(0, 101), ylim=(0, 101), xlabel="recall (%)", ylabel="precision (%)")
@@ -63,63 +71,79 @@ def precision_recall(precision: np.ndarray, class_names: Sequence[str], path: Pa
     axes.grid(color=PALE, linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     headline = "no objects"
-    if len(present):
-        headline = f"AP50 {ap[present].mean():.2f} %"
-        of_all = f"{ap[present].mean():5.1f} %  mean of {len(present):,}"
-        axes.plot(
-            recalls, precision[present].mean(0), color=INK, linewidth=3, label=of_all, zorder=3
+    if len(classes):
+        mean_ap = ap[classes].mean()
+        headline = f"AP50 {mean_ap:.2f} %"
+        recalls = np.linspace(0, 100, precision.shape[1])
+        label = f"{mean_ap:5.1f} %  mean of {len(classes):,}"
+        mean_precision = precision[classes].mean(0)
+        axes.plot(recalls, mean_precision, color=INK, linewidth=3, label=label, zorder=3)
+        if len(classes) <= MAX_NAMED_CURVES:
+            best_first = classes[np.argsort(-ap[classes], kind="stable")]
+            _draw_named_curves(axes, recalls, precision, best_first, class_names)
+        else:
+            for class_id in classes:
+                axes.plot(recalls, precision[class_id], color=GREY, alpha=0.25, linewidth=0.8)
+        legend = axes.legend(
+            title="AP50",
+            frameon=False,
+            fontsize=9,
+            handlelength=2.8,
+            loc="upper left",
+            bbox_to_anchor=(1.02, 1),
         )
-        best_first = present[np.argsort(-ap[present], kind="stable")]
-        for row, (style, colour) in zip(best_first, product(STYLES, COLOURS), strict=False):
-            if len(present) <= NAMED_CURVES:
-                label = f"{ap[row]:5.1f} %  {short(class_names[row], 24)}"
-                axes.plot(
-                    recalls,
-                    precision[row],
-                    color=colour,
-                    linestyle=style,
-                    linewidth=1.3,
-                    label=label,
-                )
-        for row in present if len(present) > NAMED_CURVES else ():
-            axes.plot(recalls, precision[row], color=GREY, alpha=0.25, linewidth=0.8)
-        outside = {"loc": "upper left", "bbox_to_anchor": (1.02, 1)}
-        legend = axes.legend(title="AP50", frameon=False, fontsize=9, handlelength=2.8, **outside)
         for text in legend.get_texts():
             text.set_parse_math(False)
     plots.title(axes.set_title, f"{evaluation_of(path)}: {headline}")
     plots.save(figure, path)
 
 
-def confusion(matches: Matches, class_names: Sequence[str], path: Path) -> None:
+def _draw_named_curves(
+    axes: Any,
+    recalls: np.ndarray,
+    precision: np.ndarray,
+    class_ids: np.ndarray,
+    class_names: Sequence[str],
+) -> None:
+    for class_id, (style, colour) in zip(class_ids, product(LINE_STYLES, COLOURS), strict=False):
+        name = short(class_names[class_id], 24)
+        axes.plot(
+            recalls,
+            precision[class_id],
+            color=colour,
+            linestyle=style,
+            linewidth=1.3,
+            label=f"{precision[class_id].mean():5.1f} %  {name}",
+        )
+
+
+def draw_confusion(matches: Matches, class_names: Sequence[str], path: Path) -> None:
     """Draw a confusion matrix of objects and detections; the last row and column: background."""
     headline = (
-        f"{matches.hit.sum():,} of {matches.object_count:,} objects found\n"
-        f"{plots.count_of(matches.false_alarm_count, 'false alarm')} "
+        f"{matches.is_detected.sum():,} of {matches.num_objects:,} objects found\n"
+        f"{plots.count_of(matches.num_false_alarms, 'false alarm')} "
         f"(score ≥ {matches.threshold:.2f}, of best F1; IoU ≥ {IOU})"
     )
-    plots.confusion(matches.confusion(), class_names, path, headline)
+    plots.confusion(matches.compute_confusion(), class_names, path, headline)
 
 
-def misses(matches: Matches, path: Path) -> None:
+def draw_mistakes(matches: Matches, path: Path) -> None:
     """Draw the surroundings of the worst misses, then of the most confident false alarms."""
-    missed, alarms = matches.misses(SHOWN_CROPS), matches.false_alarms(SHOWN_CROPS)
-    cells = [_crop(matches, case) for case in (*missed, *alarms)]
-    headline = f"{len(missed)} worst misses, {len(alarms)} most confident false alarms"
-    sheet(
-        cells,
-        f"{evaluation_of(path)}: {headline}, at a score of {matches.threshold:.2f} or more",
-        path,
-    )
+    misses = matches.find_misses(NUM_CROPS)
+    alarms = matches.find_false_alarms(NUM_CROPS)
+    cells = [_draw_mistake(matches, mistake) for mistake in misses + alarms]
+    counts = f"{len(misses)} worst misses, {len(alarms)} most confident false alarms"
+    headline = f"{counts}, at a score of {matches.threshold:.2f} or more"
+    sheet(cells, f"{evaluation_of(path)}: {headline}", path)
 
 
-def detections(
+def draw_detections(
     image: Image.Image,
     boxes: Sequence[tuple[Sequence[float], int, str, float]],
     masks: np.ndarray,
     path: Path,
 ) -> None:
-    """Draw an image with what was found in it, best first.
+    """Draw an image with the detections in it, best first.
 
     Args:
         boxes: left, top, right and bottom in pixels, id and name of the class, and score of each.
@@ -127,31 +151,35 @@ def detections(
     """
     from matplotlib.colors import to_rgb
 
-    width, height = (side * SIDE / max(image.size) for side in image.size)
-    figure = plots.new_figure(max(width, 1.0), max(height, 1.0))
+    longest = max(image.size)
+    width = max(image.width * IMAGE_INCHES / longest, 1.0)
+    height = max(image.height * IMAGE_INCHES / longest, 1.0)
+    figure = plots.new_figure(width, height)
     axes = figure.subplots()
     axes.set_axis_off()
     pixels = np.array(image)
-    marks = [
-        _mark(corners, name, COLOURS[number % len(COLOURS)], score)
-        for corners, number, name, score in boxes
-    ]
-    for mask, (*_, colour) in zip(masks[::-1], marks[::-1], strict=False):
+    marks = []
+    for corners, class_id, name, score in boxes:
+        marks.append(_make_mark(corners, name, COLOURS[class_id % len(COLOURS)], score))
+    marks.reverse()  # the best on top
+    for mask, (*_, colour) in zip(masks[::-1], marks, strict=False):
         tint = 255 * np.array(to_rgb(colour))
         pixels[mask > 0] = (0.55 * pixels[mask > 0] + 0.45 * tint).astype(np.uint8)
-    axes.imshow(pixels, interpolation="nearest" if max(image.size) < 400 else "antialiased")
-    plots.mark(axes, marks[::-1], FONT)  # the best on top
+    axes.imshow(pixels, interpolation="nearest" if longest < 400 else "antialiased")
+    plots.mark(axes, marks, FONT_SIZE)
     plots.save(figure, path)
 
 
 # ---- internals
 
 
-def _chosen(source: Annotated) -> list[int]:
+def _choose_images(source: Annotated) -> list[int]:
     """Images evenly spaced among those with objects: the same at every evaluation."""
-    rows = np.flatnonzero(np.diff(source.offsets))
-    rows = rows if len(rows) else np.arange(len(source))
-    return rows[np.linspace(0, len(rows) - 1, min(SHOWN_IMAGES, len(rows))).astype(int)].tolist()
+    indices = np.flatnonzero(np.diff(source.offsets))
+    if not len(indices):
+        indices = np.arange(len(source))
+    num_images = min(NUM_IMAGES, len(indices))
+    return indices[np.linspace(0, len(indices) - 1, num_images).astype(int)].tolist()
 
 
 def read_image(source: Annotated, index: int) -> Image.Image:
@@ -162,57 +190,72 @@ def read_image(source: Annotated, index: int) -> Image.Image:
         return Image.new("RGB", tuple(source.sizes[index].tolist()))
 
 
-def _objects(
-    source: Annotated, rows: Sequence[int] | np.ndarray, colours: Iterable[str]
+def _mark_objects(
+    source: Annotated, indices: Sequence[int] | np.ndarray, colours: Iterable[str]
 ) -> list[Mark]:
-    columns = zip(source.boxes[rows].tolist(), source.labels[rows].tolist(), colours, strict=True)
-    return [_mark(corners, source.classes[label], colour) for corners, label, colour in columns]
+    boxes = source.boxes[indices].tolist()
+    labels = source.labels[indices].tolist()
+    marks = []
+    for corners, label, colour in zip(boxes, labels, colours, strict=True):
+        marks.append(_make_mark(corners, source.classes[label], colour))
+    return marks
 
 
-def _detections(
-    matches: Matches, rows: Sequence[int] | np.ndarray, colours: Iterable[str]
+def _mark_detections(
+    matches: Matches, indices: Sequence[int] | np.ndarray, colours: Iterable[str]
 ) -> list[Mark]:
-    classes, found = matches.source.classes, zip(matches.rows[rows].tolist(), colours, strict=True)
-    return [
-        _mark(box, classes[int(label)], colour, score) for (*box, score, label), colour in found
-    ]
+    marks = []
+    for row, colour in zip(matches.detections[indices].tolist(), colours, strict=True):
+        *corners, score, label = row
+        marks.append(_make_mark(corners, matches.source.classes[int(label)], colour, score))
+    return marks
 
 
-def _mark(corners: Sequence[float], name: str, colour: str, score: float | None = None) -> Mark:
-    return (
-        corners,
-        short(name, 16) + ("" if score is None else f" {score:.2f}".replace("0.", ".")),
-        colour,
-    )
+def _make_mark(
+    corners: Sequence[float], name: str, colour: str, score: float | None = None
+) -> Mark:
+    text = short(name, 16)
+    if score is not None:
+        text += f" {score:.2f}".replace("0.", ".")
+    return corners, text, colour
 
 
-def _crop(matches: Matches, case: Mistake) -> Cell:
+def _draw_mistake(matches: Matches, mistake: Mistake) -> Cell:
     """The surroundings of a missed object, or of a false alarm with the object that explains it."""
     source = matches.source
-    name = source.classes[source.labels[case.object]] if case.object >= 0 else ""
-    if case.kind == "missed":
-        marks = _objects(source, [case.object], [ORANGE])
-        reason = f"only {case.score:.2f}" if case.score else "no such detection"
+    name = ""
+    marks = []
+    if mistake.object >= 0:
+        name = source.classes[source.labels[mistake.object]]
+        colour = ORANGE if mistake.kind == "missed" else BLUE
+        marks = _mark_objects(source, [mistake.object], [colour])
+    if mistake.kind == "missed":
+        reason = f"only {mistake.score:.2f}" if mistake.score else "no such detection"
         caption = f"missed {short(name, 15)}\n{reason}"
     else:
-        score, label = matches.rows[case.detection, 4:].tolist()
-        marks = _objects(source, [case.object], [BLUE]) if case.object >= 0 else []
-        marks += _detections(matches, [case.detection], [ORANGE])
-        reasons = {
-            "double": "a second time",
-            "place": f"off: IoU {case.overlap:.2f}",
-            "nothing": "nothing there",
-        }
-        reason = reasons.get(case.kind) or f"is {short(name, 18)}"
+        marks += _mark_detections(matches, [mistake.detection], [ORANGE])
+        score, label = matches.detections[mistake.detection, 4:].tolist()
+        reason = _explain_mistake(mistake, name)
         caption = f"{short(source.classes[int(label)], 18)} {score:.2f}\n{reason}"
-    image, (left, top, right, bottom) = read_image(source, case.image), marks[-1][0]
+    image = read_image(source, mistake.image)
+    left, top, right, bottom = marks[-1][0]
     margin = max(right - left, bottom - top, 8)
-    left, top = int(max(left - margin, 0)), int(max(top - margin, 0))
-    size = min(int(right + margin), image.width), min(int(bottom + margin), image.height)
-    shifted = [
-        (np.subtract(corners, (left, top, left, top)).tolist(), text, ink)
-        for corners, text, ink in marks
-    ]
-    return Cell(
-        np.asarray(image.crop((left, top, *size))), caption, source.name(case.image), shifted
-    )
+    left = int(max(left - margin, 0))
+    top = int(max(top - margin, 0))
+    right = min(int(right + margin), image.width)
+    bottom = min(int(bottom + margin), image.height)
+    shifted = []
+    for corners, text, colour in marks:
+        shifted.append((np.subtract(corners, (left, top, left, top)).tolist(), text, colour))
+    crop = np.asarray(image.crop((left, top, right, bottom)))
+    return Cell(crop, caption, source.name(mistake.image), shifted)
+
+
+def _explain_mistake(mistake: Mistake, object_name: str) -> str:
+    if mistake.kind == "duplicate":
+        return "a second time"
+    if mistake.kind == "location":
+        return f"off: IoU {mistake.overlap:.2f}"
+    if mistake.kind == "background":
+        return "nothing there"
+    return f"is {short(object_name, 18)}"

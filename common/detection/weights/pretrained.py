@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from common.detection.class_map import parse_class_map
-from common.detection.export import describe
+from common.detection.export import build_export_config
 from common.detection.models.class_rows import copy_tensors, view_class_rows
 from common.detection.models.detectors import FAMILIES, Detector
 from common.detection.models.one_stage import FCOS
@@ -83,7 +83,7 @@ def _check_flags(detector: Detector, weights: Weights, config: Any) -> None:
             actual[name] = getattr(config, name)
     if config.detector == expected["detector"] and config.detector in FAMILIES:
         expected["model"] = weights.settings["model"]
-        actual["model"] = describe(detector)["model"]
+        actual["model"] = build_export_config(detector)["model"]
     differing = [name for name in expected if expected[name] != actual[name]]
     if differing:
         flags = [f"--{name} {expected[name]} there, {actual[name]} here" for name in differing]

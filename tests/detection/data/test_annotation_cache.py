@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common import files
-from common.detection.data import annotation_cache, stamps
+from common.detection.data import annotation_cache, file_stats
 from common.detection.data.sources import Spec, load
 from common.errors import Refused
 from tests.harness.annotations import annotation, check_same, coco, picture, voc, yolo
@@ -18,7 +18,7 @@ from tests.harness.disks import disk
 def place(tmp_path, monkeypatch) -> Path:
     """The folder of the caches; files that were written just now count as settled."""
     monkeypatch.setenv(files.CACHE, str(tmp_path / "index"))
-    monkeypatch.setattr(stamps, "_COARSEST", 0.0)
+    monkeypatch.setattr(file_stats, "_CLOCK_RESOLUTION", 0.0)
     return tmp_path / "index"
 
 
@@ -65,7 +65,7 @@ def test_a_later_start_finds_the_same_without_reading_it(tmp_path, place, kind):
     inode = age(file)
     for mine, its in zip(first, read(root, masks), strict=True):
         check_same(mine, its)
-        assert not masks or mine.rles(1) == its.rles(1)
+        assert not masks or mine.build_rles(1) == its.build_rles(1)
     assert file.stat().st_ino == inode and file.stat().st_mtime > 0, (
         "it was used, not written again"
     )
@@ -169,13 +169,13 @@ def test_what_can_not_be_trusted_is_read_again(tmp_path, place, monkeypatch):
     file.unlink()
     os.mkfifo(file)
     check_same(first[0], read(root)[0])
-    monkeypatch.setattr(annotation_cache, "_CODE", annotation_cache._CODE[1:])
+    monkeypatch.setattr(annotation_cache, "_CODE_FILES", annotation_cache._CODE_FILES[1:])
     read(root)
     content = json.loads((root / "train.json").read_text())
     (root / "train.json").write_text(json.dumps(content, indent=1))
     read(root)
     assert len([*place.iterdir()]) == 3
-    monkeypatch.setattr(stamps, "_COARSEST", 3600.0)
+    monkeypatch.setattr(file_stats, "_CLOCK_RESOLUTION", 3600.0)
     read(coco(coco(tmp_path / "young"), "val"))
     assert len([*place.iterdir()]) == 3
     (root / "train/4.jpg").unlink()

@@ -6,7 +6,7 @@ from PIL import ExifTags, Image
 
 from common.data.images import BrokenImage, open_rgb
 from common.detection.data import coco_files
-from common.detection.data.masks import decode, encode
+from common.detection.data.masks import decode_masks, encode_masks
 from common.detection.data.sources import Spec, load
 from common.errors import Refused
 from tests.harness.annotations import annotation, coco, picture, yolo
@@ -56,17 +56,19 @@ def test_outlines_become_the_masks_of_pycocotools(tmp_path, monkeypatch):
     source = written(
         tmp_path, [POLYGONS, listed, packed | {"counts": packed["counts"].decode()}, POLYGONS[:1]]
     )
-    masks = source.sample(0, 0).masks
+    masks = source.load_sample(0, 0).masks
     for mask, polygons in ((masks[0], POLYGONS), (masks[3], POLYGONS[:1])):
         assert (
             mask == pycoco.decode(pycoco.merge(pycoco.frPyObjects(polygons, HEIGHT, WIDTH)))
         ).all()
     assert (masks[1] == blob(1)).all() and (masks[2] == blob()).all() and masks.dtype == np.uint8
-    assert [rle["counts"] for rle in source.rles(0)] == [rle["counts"] for rle in encode(masks)]
+    assert [rle["counts"] for rle in source.build_rles(0)] == [
+        rle["counts"] for rle in encode_masks(masks)
+    ]
     assert len(source.notes) == 1 and "2 of 4 boxes are crowds" in source.notes[0]
     assert source.classes == ('a "counts": "b',)
     # Nobody has asked.
-    assert load(Spec(str(tmp_path), seed=0, val_share=0.2))[0].sample(0, 0).masks is None
+    assert load(Spec(str(tmp_path), seed=0, val_share=0.2))[0].load_sample(0, 0).masks is None
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -78,7 +80,7 @@ def test_masks_turn_with_their_image(tmp_path, orientation):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     Image.fromarray(blob() * 255).save(drawn, exif=exif)
-    masks = decode(source.rles(0), source.sizes[0])
+    masks = decode_masks(source.build_rles(0), source.sizes[0])
     assert (masks[0] == np.asarray(open_rgb(drawn))[..., 0] // 255).all()
     left, top, right, bottom = source.boxes[1].astype(int)
     box = np.zeros_like(masks[1])
@@ -104,7 +106,7 @@ def test_what_can_not_be_drawn_is_counted_and_its_box_stands_in(tmp_path):
     assert (
         f"{len(BAD)} of {len(BAD) + 1} {told}" in source.notes[-1] and "5.jpg" in source.notes[-1]
     )
-    masks = source.sample(0, 0).masks
+    masks = source.load_sample(0, 0).masks
     box = np.zeros((HEIGHT, WIDTH), np.uint8)
     box[3:23, 2:32] = 1
     for name, mask in zip(BAD, masks, strict=False):
@@ -115,7 +117,7 @@ def test_what_can_not_be_drawn_is_counted_and_its_box_stands_in(tmp_path):
 def test_data_without_outlines_are_refused(tmp_path):
     source = written(tmp_path, [POLYGONS, {"counts": "04", "size": [HEIGHT, WIDTH]}])
     with pytest.raises(BrokenImage, match="outline that can't be drawn"):
-        source.sample(0, 0)
+        source.load_sample(0, 0)
     with pytest.raises(Refused, match="none of its 2 objects has an outline"):
         written(tmp_path, [None, None])
     with pytest.raises(Refused, match=r"boxes without outlines.*give one"):
@@ -126,8 +128,8 @@ def test_outlines_follow_their_boxes_and_make_the_fingerprint(tmp_path):
     boxes = [[2, 3, 30, 20], [50, 3, 0, 5], [1, 1, 9, 9]]  # one without an area, which is left out
     source = written(tmp_path, [POLYGONS, POLYGONS[:1], POLYGONS[1:]], boxes=boxes)
     assert len(source.boxes) == len(source.masks.shapes) == 2
-    assert source.sample(0, 0).masks[1].any(0).nonzero()[0].min() == 25
+    assert source.load_sample(0, 0).masks[1].any(0).nonzero()[0].min() == 25
     twice = source.select(np.array([0, 0]))
-    assert len(twice.masks.shapes) == 4 and twice.rles(1) == source.rles(0)
+    assert len(twice.masks.shapes) == 4 and twice.build_rles(1) == source.build_rles(0)
     other = written(tmp_path, [POLYGONS, POLYGONS[:1], POLYGONS[:1]], boxes=boxes)
     assert source.fingerprint != other.fingerprint

@@ -5,7 +5,7 @@ import pytest
 
 from common.classification import sources
 from common.detection.data import scenes
-from common.detection.data.masks import decode
+from common.detection.data.masks import decode_masks
 
 
 def same(one, other) -> bool:
@@ -22,18 +22,18 @@ def test_scenes_vary_in_training_and_are_fixed_in_evaluation():
     train, val = scenes.load(seed=0)
     varied, other = scenes.load(seed=5, masks=True)
     shows = [
-        source.scene(position)[0].tobytes()
+        source.draw_scene(position)[0].tobytes()
         for source in (train, varied)
         for position in (0, 7, 10**12)
     ]
-    assert train.sample(3, 7).size.tolist() == [scenes.SIDE] * 2
-    assert len({*shows}) == 6 and same(shown(train.sample(3, 7)), train.scene(7)[:3])
+    assert train.load_sample(3, 7).size.tolist() == [scenes.SIDE] * 2
+    assert len({*shows}) == 6 and same(shown(train.load_sample(3, 7)), train.draw_scene(7)[:3])
     assert len(val) == 256 and val.fingerprint == other.fingerprint != train.fingerprint
-    assert same(shown(val.sample(9, position=0)), shown(other.sample(9, position=12345)))
+    assert same(shown(val.load_sample(9, position=0)), shown(other.load_sample(9, position=12345)))
     rows = slice(val.offsets[9], val.offsets[10])
-    assert same((val.boxes[rows], val.labels[rows]), val.sample(9, 0)[1:3])
+    assert same((val.boxes[rows], val.labels[rows]), val.load_sample(9, 0)[1:3])
     for box, mask in zip(
-        val.boxes[rows].astype(int), decode(other.rles(9), other.sizes[9]), strict=True
+        val.boxes[rows].astype(int), decode_masks(other.build_rles(9), other.sizes[9]), strict=True
     ):
         assert mask[box[1] : box[3], box[0] : box[2]].sum() == mask.sum() > 0  # the ink
     held_out = sources.load(sources.Spec("digits", seed=0, val_share=0.2))[1]

@@ -99,7 +99,7 @@ def test_coco_boxes_become_columns_by_image(tmp_path, monkeypatch):
         f"background, first {tmp_path}/train/25.jpg with left, top, right, bottom 0, 0, 40, 30",
     )
     assert len(val.notes) == 1 and val.labels.tolist() == [0]
-    image, boxes, labels, crowd, *_ = train.sample(np.int64(2), position=99)
+    image, boxes, labels, crowd, *_ = train.load_sample(np.int64(2), position=99)
     assert (image.width, image.height) == (40, 30) and boxes.tolist() == [[0, 0, 40, 30]]
     assert labels.tolist() == [1] and crowd.tolist() == [True]
     boxes[:] = 0  # a sample is the caller's own
@@ -153,7 +153,7 @@ def test_a_broken_image_is_noted_on_loading_and_named_on_reading(tmp_path):
         train.image(1)
     picture(tmp_path / "train/10.jpg", (20, 10))
     with pytest.raises(BrokenImage, match="20 x 10 pixels large, and was 40 x 30"):
-        train.sample(0, 0)
+        train.load_sample(0, 0)
     (tmp_path / "train/10.jpg").write_text("version https://git-lfs.github.com/spec/v1")
     assert "2 of 3 images can't be read, first" in refusal(tmp_path)
 

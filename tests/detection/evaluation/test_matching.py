@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from common.detection.evaluation.matching import NONE
+from common.detection.evaluation.matching import NO_OBJECT
 from tests.harness.detections import A, B, moved, one_image
 
 
@@ -20,19 +20,28 @@ def test_each_kind_of_mistake_is_told_apart() -> None:
     matches = one_image([(A, 0, False), (B, 1, False), ((85, 0, 95, 10), 1, False)], found)
     matches.threshold = 0.5
     # The cow and the misplaced dog are of one object: the surer one stands for both.
-    assert [(alarm.detection, alarm.kind, alarm.object) for alarm in matches.false_alarms(9)] == [
-        (1, "double", 0),
+    assert [
+        (alarm.detection, alarm.kind, alarm.object) for alarm in matches.find_false_alarms(9)
+    ] == [
+        (1, "duplicate", 0),
         (2, "class", 1),
-        (4, "nothing", NONE),
+        (4, "background", NO_OBJECT),
     ]
-    assert [miss.object for miss in matches.misses(9)] == [2]
-    assert matches.confusion().tolist() == [[1, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0], [2, 1, 0, 0]]
-    assert (matches.hit.tolist(), matches.false_alarm_count) == ([True, False, False], 4)
+    assert [miss.object for miss in matches.find_misses(9)] == [2]
+    assert matches.compute_confusion().tolist() == [
+        [1, 0, 0, 0],
+        [0, 0, 1, 1],
+        [0, 0, 0, 0],
+        [2, 1, 0, 0],
+    ]
+    assert (matches.is_detected.tolist(), matches.num_false_alarms) == ([True, False, False], 4)
 
 
 def test_a_detection_of_the_right_class_comes_first() -> None:
     matches = one_image([(A, 0, False)], [(A, 0.9, 1), (A, 0.8, 0)])
-    assert matches.confusion()[0].tolist() == [1, 0, 0, 0] and matches.confusion()[3].tolist() == [
+    assert matches.compute_confusion()[0].tolist() == [1, 0, 0, 0] and matches.compute_confusion()[
+        3
+    ].tolist() == [
         0,
         1,
         0,
@@ -67,7 +76,7 @@ def test_each_class_has_the_threshold_of_its_own_best_f1() -> None:
     # The right one of 0.6 scores as much as the false one: both or neither.
     found = [(A, 0.9, 0), ((0, 90, 10, 100), 0.6, 0), (B, 0.6, 0)]
     found += [(A, 0.8, 1), ((0, 0, 9, 9), 0.3, 1), ((0, 0, 9, 9), 0.2, 1)]
-    cat, dog, cow = one_image(objects, found).classes
+    cat, dog, cow = one_image(objects, found).class_results
     assert cat == pytest.approx(
         {"threshold": 0.6, "precision": 2 / 3, "recall": 1, "f1": 4 / 5, "objects": 2}
     )
@@ -77,18 +86,22 @@ def test_each_class_has_the_threshold_of_its_own_best_f1() -> None:
     assert cow == {"threshold": None, "precision": None, "recall": 0, "f1": None, "objects": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        in_crowd = one_image([((0, 0, 100, 40), 0, True)], [((0, 0, 10, 10), 0.9, 0)]).classes
+        in_crowd = one_image([((0, 0, 100, 40), 0, True)], [((0, 0, 10, 10), 0.9, 0)]).class_results
         assert [row["recall"] for row in in_crowd] == [None] * 3 and one_image(
             [], []
-        ).classes == in_crowd
+        ).class_results == in_crowd
 
 
 def test_crowd_regions_are_neither_missed_nor_background() -> None:
     crowd = (0, 0, 100, 40)
     inside = ((0, 0, 10, 10), 0.9, 0)
     matches = one_image([(crowd, 0, True), (B, 1, False)], [inside, (B, 0.8, 1)])
-    assert matches.confusion().sum() == 1 and not matches.misses(9) and not matches.false_alarms(9)
+    assert (
+        matches.compute_confusion().sum() == 1
+        and not matches.find_misses(9)
+        and not matches.find_false_alarms(9)
+    )
     other_class = one_image(
         [(crowd, 0, True), (B, 1, False)], [((0, 0, 10, 10), 0.9, 2), (B, 0.8, 1)]
     )
-    assert [alarm.kind for alarm in other_class.false_alarms(9)] == ["nothing"]
+    assert [alarm.kind for alarm in other_class.find_false_alarms(9)] == ["background"]

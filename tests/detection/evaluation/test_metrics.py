@@ -9,11 +9,11 @@ import torch
 from pycocotools import mask
 
 from common.detection.data.annotated import Annotated
-from common.detection.data.masks import decode, pasted
+from common.detection.data.masks import decode_masks, paste_masks
 from common.detection.data.sources import Spec, load
 from common.detection.evaluation import metrics
 from common.detection.evaluation.evaluation import Evaluation
-from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
+from common.detection.evaluation.matching import IN_CROWD, NO_OBJECT, Matches
 from common.detection.evaluation.metrics import NAMES, Detections
 from common.distributed.collectives import rank
 from tests.harness.annotations import annotation, coco, picture
@@ -35,8 +35,10 @@ def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     detections = Detections()
     detections.update(range(21), found)
     results = detections.results(source)
-    images, rows = detections.columns()
-    expected = of_pycocotools(metrics._coco(source), boxes_in_coco(source.image_ids, images, rows))
+    images, rows = detections.to_arrays()
+    expected = of_pycocotools(
+        metrics.build_coco_annotations(source), boxes_in_coco(source.image_ids, images, rows)
+    )
     hits = Matches(source, images, rows).hits
     assert (hits == IN_CROWD).any() and (hits >= 0).any()
     np.testing.assert_array_equal(hits, hits_of(expected, len(rows)))
@@ -55,14 +57,16 @@ def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     assert present.mean() == pytest.approx(results["AP50"], abs=1e-12)
     rows[:, 5] = 1  # more than count of a class in an image
     expected = hits_of(
-        of_pycocotools(metrics._coco(source), boxes_in_coco(source.image_ids, images, rows)),
+        of_pycocotools(
+            metrics.build_coco_annotations(source), boxes_in_coco(source.image_ids, images, rows)
+        ),
         len(rows),
     )
-    counted = Matches.of_counted(source, images, rows)
+    counted = Matches.from_best(source, images, rows)
     assert np.bincount(counted.images).max() == 100
-    assert len(counted.rows) < len(rows) and sorted(counted.hits[counted.hits >= 0]) == sorted(
-        expected[expected >= 0]
-    )
+    assert len(counted.detections) < len(rows) and sorted(
+        counted.hits[counted.hits >= 0]
+    ) == sorted(expected[expected >= 0])
 
 
 def test_ids_of_64_bits_change_no_number() -> None:
@@ -101,16 +105,16 @@ def test_more_than_100_objects_are_counted_as_pycocotools_does() -> None:
         )
     perfect = Detections()
     perfect.update(range(2), [found[0], {name: column[:5] for name, column in found[1].items()}])
-    assert perfect.results(source)["AP"] == pytest.approx(1) and perfect.matches.hit.all()
+    assert perfect.results(source)["AP"] == pytest.approx(1) and perfect.matches.is_detected.all()
     detections = Detections()
     detections.update(range(2), found)
     results = detections.results(source)
-    boxes = boxes_in_coco(source.image_ids, *detections.columns())
-    expected = of_pycocotools(metrics._coco(source), boxes, max_detections=121)
+    boxes = boxes_in_coco(source.image_ids, *detections.to_arrays())
+    expected = of_pycocotools(metrics.build_coco_annotations(source), boxes, max_detections=121)
     precision = expected.eval["precision"][:, :, 0, 0, -1]
     assert precision.mean() < 0.99 and results["AP"] == precision.mean()
     assert results["AR100"] == expected.eval["recall"][:, 0, 0, -1].mean()
-    of_compare = AveragePrecision(source, *detections.columns())(np.ones((1, 2)))
+    of_compare = AveragePrecision(source, *detections.to_arrays())(np.ones((1, 2)))
     assert of_compare[0] == pytest.approx(results["AP"], abs=1e-12)
 
 
@@ -118,14 +122,14 @@ def test_a_mask_lies_on_the_pixels_of_its_box() -> None:
     boxes = torch.tensor([[10.0, 20.0, 38.0, 48.0], [-5.0, 0.0, 3.0, 60.0]])
     grid = torch.zeros(2, 28, 28)
     grid[0, :14], grid[1] = 1, 1
-    upper, edge = decode(pasted(grid, boxes, np.array([60, 50])), np.array([60, 50]))
+    upper, edge = decode_masks(paste_masks(grid, boxes, np.array([60, 50])), np.array([60, 50]))
     assert (
         upper.shape == (50, 60)
         and upper[21:33, 11:37].all()
         and int(upper.sum()) == pytest.approx(28 * 14, rel=0.1)
     )
     assert edge[:, :3].all() and not edge[:, 5:].any()
-    assert pasted(grid[:0], boxes[:0], np.array([60, 50])) == []
+    assert paste_masks(grid[:0], boxes[:0], np.array([60, 50])) == []
 
 
 SIDE, IMAGES = 400, 40
@@ -203,7 +207,7 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
     detections = Detections()
     detections.update(range(IMAGES), found)
     results = detections.results(source)
-    images, columns = detections.columns()
+    images, columns = detections.to_arrays()
     boxes = boxes_in_coco(np.arange(1, IMAGES + 1), images, columns)
     rles = (rle for of_image in found for rle in of_image["rles"])
     keys = "image_id", "score", "category_id"
@@ -219,7 +223,7 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
             assert (-1 if mine is None else mine) == pytest.approx(value, abs=1e-12), prefix + name
         if not prefix:
             hits = hits_of(expected, len(rows))
-            assert (hits == NONE).any() and (hits >= 0).any()
+            assert (hits == NO_OBJECT).any() and (hits >= 0).any()
             np.testing.assert_array_equal(Matches(source, images, columns).hits, hits)
     assert processes.run(rank_evaluates, source, found, ranks=3) == [results] * 3
 

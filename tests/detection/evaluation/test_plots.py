@@ -37,21 +37,21 @@ NAMES = tuple(f"$class_{{{number}}}$ 猫 of a long and winding name" for number 
 def test_every_picture_is_drawn_of_anything(case: str, tmp_path: Path) -> None:
     found, source = Detections(), Plain(**vars(awkward(0)[0]) | {"classes": NAMES})
     found.update(range(21), awkward(0)[1])
-    images, rows = found.columns()
+    images, rows = found.to_arrays()
     fewest = np.sort(np.argsort(np.diff(source.offsets), kind="stable")[: CASES[case]])
     kept = np.isin(images, fewest)
     matches = Matches(source.select(fewest), np.searchsorted(fewest, images[kept]), rows[kept])
     path = tmp_path / "pictures" / "a.png"
-    plots.predictions(matches, path)
+    plots.draw_predictions(matches, path)
     pixels = drawn(path)
     assert not len(matches.source.boxes) or any(
         has(pixels, colour) for colour in (BLUE, ORANGE, GREY)
     )
     assert max(pixels.shape[:2]) < 3000
-    plots.confusion(matches, source.classes, path)
+    plots.draw_confusion(matches, source.classes, path)
     drawn(path)
-    plots.misses(matches, path)
-    assert has(drawn(path), ORANGE) == (matches.missed.any() or matches.false_alarm_count > 0)
+    plots.draw_mistakes(matches, path)
+    assert has(drawn(path), ORANGE) == (matches.is_missed.any() or matches.num_false_alarms > 0)
 
 
 @pytest.mark.parametrize("classes", [1, 21])
@@ -59,7 +59,9 @@ def test_precision_over_recall_is_drawn_for_any_classes(tmp_path: Path, classes:
     falling = np.linspace(1, 0, 101)[None] ** np.linspace(0.2, 3, classes)[:, None]
     falling[-1] = -1 if classes > 1 else falling[-1]  # no objects of the last class
     path = tmp_path / "pictures" / "a.png"
-    plots.precision_recall(falling, [f"class $_{number} 猫" * 4 for number in range(classes)], path)
+    plots.draw_precision_recall(
+        falling, [f"class $_{number} 猫" * 4 for number in range(classes)], path
+    )
     assert has(drawn(path), BLUE)
-    plots.precision_recall(falling * 0 - 1, ["a"] * classes, path)  # nothing to find
+    plots.draw_precision_recall(falling * 0 - 1, ["a"] * classes, path)  # nothing to find
     assert not has(drawn(path), BLUE)
