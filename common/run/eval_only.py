@@ -42,7 +42,7 @@ from common.run.folder import write_json
 
 def announce(config: Any, origin: Origin) -> None:
     """Log which weights are evaluated, and how settings differ from their run's."""
-    settings = dataclasses.asdict(config) | _recorded(config, origin)
+    settings = dataclasses.asdict(config) | _get_run_settings(config, origin)
     launch.print_on_main(origin.describe(settings, get_fields_with(config, "reads_data")))
 
 
@@ -68,39 +68,37 @@ def describe_data(config: Any, origin: Origin, val: Source) -> str:
     return f"{splits.describe_eval_data(config.data, val)}, {origin.describe_classes(val.classes)}"
 
 
-def _recorded(config: Any, origin: Origin) -> dict:
+def _get_run_settings(config: Any, origin: Origin) -> dict:
     """The settings that `--eval_only` has replaced by the evaluated weights, as their run had them."""
-    return {
-        name: origin.config[name] for name in get_weight_fields(config) if name in origin.config
-    }
+    names = [name for name in get_weight_fields(config) if name in origin.config]
+    return {name: origin.config[name] for name in names}
 
 
-def report_folder(config: Any, origin: Origin, val: Source) -> Path:
-    """The folder of the report on `val`: one for each of weights, part of the data, and settings
-    that the run did not have.
+def choose_report_folder(config: Any, origin: Origin, val: Source) -> Path:
+    """Choose the folder of the report on `val`.
+
+    There is one for each of weights, split of the data, and settings that the run did not have.
     """
     weights = Path(origin.path).absolute()
     run = weights.parent if weights.name == "best" else weights.parent.parent
-    is_of_run = bool(origin.run) and (run / "config.yaml").is_file() and os.access(run, os.W_OK)
-    known = (
-        origin.config | {"eval_only": config.eval_only, "split": config.split} if is_of_run else {}
-    )
-    settings = get_identity(config) | _recorded(config, origin)
-    # Present names only.
-    settings = {key: value for key, value in settings.items() if hasattr(config, key)}
-    differing = {
-        key: settings[key] for key in settings if key not in known or settings[key] != known[key]
-    }
-    part = (
-        "held_out"
-        if re.search("held.out", val.part)
-        else Path(val.part.removeprefix("split ")).stem
-    )
-    leaf = "-".join(
-        [_word(weights.name), _word(part)] + [compute_short_hash(differing)] * bool(differing)
-    )
-    run = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
-    return (run if is_of_run else Path(config.output_dir)) / "evaluation" / leaf
+    parent = Path(config.output_dir)
+    run_settings = {}
+    if origin.run and (run / "config.yaml").is_file() and os.access(run, os.W_OK):
+        run_settings = origin.config | {"eval_only": config.eval_only, "split": config.split}
+        parent = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
+    split = Path(val.part.removeprefix("split ")).stem
+    if re.search("held.out", val.part):
+        split = "held_out"
+    name = f"{_make_file_name(weights.name)}-{_make_file_name(split)}"
+    settings = get_identity(config) | _get_run_settings(config, origin)
+    differing = {}
+    for key, value in settings.items():
+        is_same = key in run_settings and value == run_settings[key]
+        if hasattr(config, key) and not is_same:  # flags of today only
+            differing[key] = value
+    if differing:
+        name += f"-{compute_short_hash(differing)}"
+    return parent / "evaluation" / name
 
 
 def report(config: Any, origin: Origin, val: Source, results: dict, evaluation: Any) -> None:
@@ -110,10 +108,10 @@ def report(config: Any, origin: Origin, val: Source, results: dict, evaluation: 
     it has them, are written as well. A list in results or details has one value per class of `val`.
     With --dry_run, nothing is written.
     """
-    folder = report_folder(config, origin, val)
+    folder = choose_report_folder(config, origin, val)
     draft = folder.with_name(f".{folder.name}.new")
     printed = key_by_class(results, val.classes)
-    settings = get_identity(config) | _recorded(config, origin)
+    settings = get_identity(config) | _get_run_settings(config, origin)
     evaluated = {
         "weights": os.path.abspath(origin.path) if os.path.exists(origin.path) else origin.path,
         "run": origin.run.get("name"),
@@ -158,6 +156,6 @@ def _draw(folder: Path, name: str, function: Callable, *arguments) -> None:
     plots.attempt(folder / f"{name}.png", launch.print_on_main, function, *arguments)
 
 
-def _word(text: str) -> str:
+def _make_file_name(text: str) -> str:
     """A text as a part of a file's name: "the folder" -> "the_folder"."""
     return re.sub(r"[^\w.]+", "_", text).strip("_.")[-60:] or "_"

@@ -27,9 +27,9 @@ class PastRun:
     path: Path
 
     def __post_init__(self) -> None:
-        known = ("config.yaml", "metrics.jsonl", "status.json", "log.txt")
-        if not any((self.path / name).is_file() for name in known):
-            raise Refused(f"{self.path}: is no run folder, it has none of {', '.join(known)}")
+        names = ("config.yaml", "metrics.jsonl", "status.json", "log.txt")
+        if not any((self.path / name).is_file() for name in names):
+            raise Refused(f"{self.path}: is no run folder, it has none of {', '.join(names)}")
 
     @property
     def name(self) -> str:
@@ -95,19 +95,19 @@ class PastRun:
 
     @property
     def fingerprint(self) -> str:
-        """Of the data at the newest start: training-validation; "" if it is not known."""
+        """The fingerprints training-validation of the data at the newest start; "" if not known."""
         return str(self.environment.get("fingerprint") or "")
 
     @property
     def repeat_command(self) -> str:
         """The command that makes the same run again in another folder, from its complete configuration."""
-        typed, launch = (str(self.environment.get(key) or "") for key in ("command", "launch"))
-        recipe = str(self.environment.get("recipe") or "recipes/cls.py")
-        before = (
-            launch.removesuffix(typed) if typed and launch.endswith(typed) else "accelerate launch"
-        )
-        # The words are quoted again: in a stranger's file they may hold a second command.
-        config = str(self.path / "config.yaml")
-        return shlex.join(
-            [*before.split(), recipe, "--config", config, "--name", f"{self.name}-again"]
-        )
+        command = str(self.environment.get("command") or "")
+        launch = str(self.environment.get("launch") or "")
+        launcher = "accelerate launch"
+        if command and launch.endswith(command):
+            launcher = launch.removesuffix(command)
+        argv = launcher.split()
+        argv.append(str(self.environment.get("recipe") or "recipes/cls.py"))
+        argv += ["--config", str(self.path / "config.yaml"), "--name", f"{self.name}-again"]
+        # Quoted again: in a stranger's file an argument may hold a second command.
+        return shlex.join(argv)

@@ -26,8 +26,8 @@ from common.errors import Refused
 from common.patches.wandb import drop_exit_hook
 
 PACKAGES = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX"), "none": ()}
-# Rows kept while a tracker starts or hangs: a few MB, hours at a usual `log_every`
-MOST_WAITING = 10_000
+# Calls that wait while a tracker starts or hangs: a few MB, hours at a usual `log_every`.
+MAX_WAITING = 10_000
 # Then W&B works offline; shorter than the next, so that a short run keeps its rows.
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
@@ -76,16 +76,19 @@ class Tracker:
     ):
         is_id = isinstance(run_id, str) and re.fullmatch(r"[\w-]{1,64}", run_id, re.ASCII)
         self.run_id = run_id if is_id else secrets.token_hex(4)
-        self._kind, self._say, self._step = kind, say, 0
-        self._where, self._failed = "", False
+        self._kind = kind
+        self._say = say
+        self._step = 0
+        self._where = ""
+        self._failed = False
         self._calls: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if kind != "none":
             backend = {"wandb": _WandB, "tensorboard": _TensorBoard}[kind]
             resumed_at = rows[-1]["step"] if rows else 0
-            start = backend, (folder, dict(config), self.run_id, resumed_at, say), rows
+            arguments = (folder, dict(config), self.run_id, resumed_at, say)
             self._thread = threading.Thread(
-                target=self._serve, args=start, name="tracker", daemon=True
+                target=self._serve, args=(backend, arguments, rows), name="tracker", daemon=True
             )
 
     def begin(self) -> None:
@@ -94,23 +97,24 @@ class Tracker:
             self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queues one row. Takes microseconds, whatever state the tracker is in."""
-        self._step, row = step, dict(metrics)
+        """Queue one row. Takes microseconds, whatever state the tracker is in."""
+        self._step = step
+        row = dict(metrics)
         self._put(lambda backend: backend.log(step, row), step)
 
     def summary(self, values: Mapping[str, float | int | str]) -> None:
-        """Queues the run's results, for the table of runs."""
-        kept = dict(values)
-        self._put(lambda backend: backend.summary(kept))
+        """Queue the run's results, for the table of runs."""
+        results = dict(values)
+        self._put(lambda backend: backend.summary(results))
 
     def images(self, step: int, pictures: Mapping[str, Path | Callable]) -> None:
-        """Queues image files of `step`, and functions that make tables; TensorBoard has none.
+        """Queue image files of `step`, and functions that make tables; TensorBoard has none.
 
         They are called in the thread, and give the names of columns, then rows that begin with an
         image.
         """
-        kept = dict(pictures)
-        self._put(lambda backend: backend.images(step, kept), step)
+        files = dict(pictures)
+        self._put(lambda backend: backend.images(step, files), step)
 
     def where(self) -> str:
         """The URL, or a folder and the command that shows or uploads it; "" if there is none yet."""
@@ -122,7 +126,7 @@ class Tracker:
         timeout_s: float = FINISH_TIMEOUT_S,
         model: Path | None = None,
     ) -> None:
-        """Sends everything in the queue and closes the run; gives up after `timeout_s` seconds.
+        """Send everything in the queue and close the run; gives up after `timeout_s` seconds.
 
         An `exit_code` other than 0 marks a W&B run as failed. `model` is the folder of the best
         model, to be uploaded to W&B. That may take `UPLOAD_TIMEOUT_S` more; if it fails, a line
@@ -151,10 +155,15 @@ class Tracker:
         self.begin()
         if self._thread is None or not self._thread.is_alive():
             return
-        if self._calls.qsize() < MOST_WAITING:
-            self._calls.put(lambda backend: call(backend) if step > backend.has_up_to else None)
-        else:
+        if self._calls.qsize() >= MAX_WAITING:
             self._fail(f"it hangs, rows from step {self._step} on are left out")
+            return
+
+        def call_if_new(backend: "_Backend") -> None:
+            if step > backend.last_step:
+                call(backend)
+
+        self._calls.put(call_if_new)
 
     def _serve(
         self, start: Callable[..., "_Backend"], arguments: tuple, rows: Sequence[Mapping[str, Any]]
@@ -162,10 +171,9 @@ class Tracker:
         try:
             backend = start(*arguments)
             for row in rows:  # a start that was killed may not have sent them
-                if row["step"] > backend.has_up_to:
-                    backend.log(
-                        row["step"], {key: value for key, value in row.items() if key != "step"}
-                    )
+                if row["step"] > backend.last_step:
+                    metrics = {key: value for key, value in row.items() if key != "step"}
+                    backend.log(row["step"], metrics)
         except Exception as error:  # no failure of a tracker may reach the training
             return self._fail(_one_line(error))
         self._where = backend.where
@@ -186,16 +194,15 @@ class Tracker:
 
 
 class _WandB:
-    """W&B by Accelerate's tracker: online with credentials, offline without them or if the server
-    can't be reached.
+    """W&B by Accelerate's tracker: online with credentials and a server, else offline.
 
-    Making one starts it, in the thread. `has_up_to` is the last step that the dashboard has whole
+    Making one starts it, in the thread. `last_step` is the last step that the dashboard has whole
     from earlier starts.
     """
 
     def __init__(self, folder, config, run_id, resumed_at, say):
-        files = _writable(folder / "wandb")
-        earlier = _earlier_starts(files, run_id)
+        files = _make_writable_folder(folder / "wandb")
+        previous_starts = _list_previous_starts(files, run_id)
         os.environ.setdefault("WANDB_SILENT", "true")
         # Else pictures of tables would pile up in the home folder.
         os.environ.setdefault("WANDB_DATA_DIR", str(files))
@@ -214,19 +221,16 @@ class _WandB:
             self.tracker = self._start("offline", folder, config, run_id)
         self.run = self.tracker.tracker
         # The server says which step comes next; offline, only the files of the earlier start know.
-        self.has_up_to = (
-            _last_step_in(earlier[-1])
-            if self.run.offline and earlier
-            else self.run.starting_step - 1
-        )
+        self.last_step = self.run.starting_step - 1
+        if self.run.offline and previous_starts:
+            self.last_step = _read_last_step(previous_starts[-1])
         self.run.define_metric("*", step_metric="step")
         self.tracker.store_init_configuration(config)
-        offline = (
-            ""
-            if self.run.disabled
-            else f"{files} (to upload: wandb sync {files}/offline-run-*-{run_id})"
-        )
-        self.where = self.run.url or offline
+        self.where = self.run.url
+        if not self.where:
+            self.where = f"{files} (to upload: wandb sync {files}/offline-run-*-{run_id})"
+            if self.run.disabled:
+                self.where = ""
 
     @staticmethod
     def _start(mode: str, folder: Path, config: Mapping[str, Any], run_id: str) -> WandBTracker:
@@ -268,15 +272,15 @@ class _WandB:
     def images(self, step, pictures):
         import wandb
 
-        shown = {}
+        media = {}
         for key, picture in pictures.items():
             if callable(picture):
                 columns, *rows = picture()
                 rows = [[wandb.Image(image), *values] for image, *values in rows]
-                shown[key] = wandb.Table(list(columns), rows)
+                media[key] = wandb.Table(list(columns), rows)
             else:
-                shown[key] = wandb.Image(str(picture))
-        self.log(step, shown)
+                media[key] = wandb.Image(str(picture))
+        self.log(step, media)
 
     def upload(self, model):
         import wandb
@@ -296,25 +300,23 @@ class _TensorBoard:
     """The same for TensorBoard."""
 
     def __init__(self, folder, config, run_id, resumed_at, say):
-        files = _writable(folder / "tensorboard")
+        files = _make_writable_folder(folder / "tensorboard")
         # purge_step hides rows of a killed run after `resumed_at`, since some may be missing.
-        self.has_up_to = resumed_at
+        self.last_step = resumed_at
         self.tracker = TensorBoardTracker(
             files.name, files.parent, purge_step=resumed_at + 1, flush_secs=FLUSH_S
         )
         self.tracker.start()
-        self.tracker.tracker.add_text(
-            "config", "\n".join(f"    {key}: {value}" for key, value in config.items())
-        )
+        lines = [f"    {key}: {value}" for key, value in config.items()]
+        self.tracker.tracker.add_text("config", "\n".join(lines))
         self.where = f"{files} (to look: tensorboard --logdir {files})"
 
     def log(self, step, metrics):
         self.tracker.log(metrics, step=step)
 
     def summary(self, values):
-        self.log(
-            values.get("last/step"), {f"summary/{key}": value for key, value in values.items()}
-        )
+        results = {f"summary/{key}": value for key, value in values.items()}
+        self.log(values.get("last/step"), results)
 
     def images(self, step, pictures):
         import numpy
@@ -333,35 +335,32 @@ class _TensorBoard:
 _Backend = _WandB | _TensorBoard
 
 
-def _writable(folder: Path) -> Path:
-    """Create the folder and check that it is writable: W&B would silently use the temporary folder
-    instead.
-    """
+def _make_writable_folder(folder: Path) -> Path:
+    """Make the folder and check that it is writable: else W&B would silently use the temporary one."""
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} is read-only")
     return folder
 
 
-def _earlier_starts(files: Path, run_id: str) -> list[Path]:
-    """W&B's folders of the run's earlier starts, oldest first.
+def _list_previous_starts(files: Path, run_id: str) -> list[Path]:
+    """W&B's folders of the run's previous starts, oldest first.
 
     One that was killed before its first record is removed: `wandb sync` would refuse all of them
     because of it.
     """
-    earlier = sorted(
-        files.glob(f"*run-*-{run_id}"), key=lambda path: path.name.removeprefix("offline-")
-    )
-    for folder in earlier[:]:
+    folders = []
+    for folder in list(files.glob(f"*run-*-{run_id}")):
         log = folder / f"run-{run_id}.wandb"
-        if not log.exists() or log.stat().st_size <= LOG_HEADER_BYTES:
+        if log.exists() and log.stat().st_size > LOG_HEADER_BYTES:
+            folders.append(folder)
+        else:
             shutil.rmtree(folder, ignore_errors=True)
-            earlier.remove(folder)
-    return earlier
+    return sorted(folders, key=lambda path: path.name.removeprefix("offline-"))
 
 
-def _last_step_in(folder: Path) -> int:
-    """The last step in the files of an earlier start; 0 if they can't be read."""
+def _read_last_step(folder: Path) -> int:
+    """Read the last step in the files of a previous start; 0 if they can't be read."""
     inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(folder)]
     try:
         return json.loads(subprocess.run(inspect, capture_output=True, timeout=60).stdout)["step"]

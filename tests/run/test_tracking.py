@@ -79,7 +79,7 @@ def test_the_worst_images_are_a_table_with_pictures(launch: Launcher, tmp_path: 
 class Backend:
     """Stands for a tracker package; `open` lets it go on, `broken` makes every call fail."""
 
-    has_up_to, where = 0, "somewhere"
+    last_step, where = 0, "somewhere"
 
     def __init__(self) -> None:
         self.open, self.broken, self.rows = threading.Event(), False, []
@@ -116,7 +116,7 @@ def tracker_of(
 def test_a_hanging_tracker_costs_microseconds_and_little_memory(
     backend, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(tracking, "MOST_WAITING", 100)
+    monkeypatch.setattr(tracking, "MAX_WAITING", 100)
     backend.open.clear()
     said, times = [], []
     tracker = tracker_of(tmp_path, said.append)
