@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common.detection.data.masks import decode, encode_logits
+from common.detection.data.masks import decode_masks, encode_logits
 from common.detection.models import queries
 from common.detection.models.detectors import build_detector
 from common.detection.models.detr_models import TRANSFORMERS_FAMILIES, get_auto_class
@@ -367,7 +367,7 @@ def test_masks_are_those_that_transformers_draws(tmp_path):
     drawn = draw(outputs, 0.0, target_sizes=[(70, 150)] * 2, return_binary_maps=True)
     size = np.array([150, 70])
     for detections, expected in zip(detector.detect(images, images), drawn, strict=True):
-        masks = decode(encode_logits(detections["mask_logits"], size), size)
+        masks = decode_masks(encode_logits(detections["mask_logits"], size), size)
         (indices,) = masks.any((1, 2)).nonzero()  # transformers leaves out empty ones
         infos = expected["segments_info"]
         assert len(indices) >= 3 and 0.05 < masks.mean() < 0.95
