@@ -116,7 +116,7 @@ def test_outlines_of_2000_images_take_their_own_bytes(tmp_path):
     coco(tmp_path, "val", (), objects, named, change=lambda content: content.update(images=images))
     sizes = {}
     for masks in (False, True):
-        spec = Spec(str(tmp_path), seed=0, val_share=0.2, alone=True, masks=masks)
+        spec = Spec(str(tmp_path), seed=0, val_share=0.2, is_eval_only=True, masks=masks)
         sizes[masks] = len(pickle.dumps(load(spec)[1]))
     bytes_of_outlines = 8 * len(corners) * len(objects)
     assert bytes_of_outlines < sizes[True] - sizes[False] < 1.1 * bytes_of_outlines
