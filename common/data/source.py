@@ -47,6 +47,7 @@ class ImageList(Protocol):
     # True if each position of the stream has a new image instead of one of the list.
     fresh: bool = False
     counted_items: ClassVar[str] = "images"  # what `class_counts` counts, for people
+    has_audit: ClassVar[bool] = True  # whether tools.audit can look for wrong labels in it
 
     @property
     def fingerprint(self) -> str:

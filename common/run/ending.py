@@ -64,7 +64,11 @@ class Ending:
             signal.signal(number, handler)
 
     def cancel_alarm(self) -> None:
-        """Don't leave alone any more: the run is being closed."""
+        """Don't leave alone any more: the run is being closed.
+
+        An error may have ended a `leavable` block, and a signal may come only now.
+        """
+        self._leavable_since = None
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def request(self, cause: str, is_leaving: bool = True) -> None:

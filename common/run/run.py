@@ -258,6 +258,7 @@ class Run:
         train = train_set.source
         val = val_set.source
         self._take_over_folder(train, val)
+        self._shutdown.has_audit = getattr(train, "has_audit", True)
         self.model = model
         self._ema = optimization.build_ema(self.config, model)
         determinism.set_benchmark(train_set.few_shapes)

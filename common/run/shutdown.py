@@ -35,6 +35,7 @@ class Shutdown:
         self._log = records.log
         self._writer = writer
         self._in_order = False  # whether this start ended without an error
+        self.has_audit = True  # whether tools.audit can look for wrong labels in the data
 
     def leave_no_trace(self) -> None:
         """Remove the run folder after a refused start, if this start has created it."""
@@ -192,5 +193,6 @@ class Shutdown:
         rows["longer"] = (
             f"the same command with --{flag} {2 * getattr(config, flag):g} continues this run"
         )
-        rows["audit"] = f"python -m tools.audit {path} looks for wrong labels"
+        if self.has_audit:
+            rows["audit"] = f"python -m tools.audit {path} looks for wrong labels"
         self._log.table(rows)

@@ -30,6 +30,7 @@ class Masked(ImageList, Protocol):
     """A list of images with masks."""
 
     counted_items: ClassVar[str] = "pixels"
+    has_audit: ClassVar[bool] = False
     # To count pixels, every mask would have to be read.
     class_counts: np.ndarray | None = None
 

@@ -70,6 +70,7 @@ def test_each_image_has_a_row_and_the_unreadable_one_counts_as_wrong(trained) ->
     assert int(unreadable["labelled_pixels"]) > 0
     without_label = next(row for row in rows if Path(row["path"]).stem == "5")
     assert (without_label["pixel_accuracy"], without_label["labelled_pixels"]) == ("", "0")
+    assert "tools.audit" not in trained.stdout, "which does not take it"
     assert "counts as wrong: " in trained.stdout and "val/1.jpg" in trained.stdout
     is_read = np.array([row["loss"] != "" for row in rows])
     losses = np.array([float(row["loss"] or 0) for row in rows])

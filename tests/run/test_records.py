@@ -30,7 +30,7 @@ def records(tmp_path: Path):
         folders.append(RunFolder(tmp_path / f"{len(folders)}"))
         folders[-1].rewind(0)
         records = Records(RunConfig(log_every=2, **options), folders[-1].path, folders[-1])
-        stream = SimpleNamespace(epoch=lambda step: step / 10)  # epochs of ten steps
+        stream = SimpleNamespace(count_epochs=lambda step: step / 10)  # epochs of ten steps
         records.begin(stream, 30)
         records.share()
         records.log.open(Dashboard(), 0, 30)
