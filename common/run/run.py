@@ -457,6 +457,11 @@ class Run:
         records.share()
         self.step = records.progress.step
         self.best_step = records.progress.improved_step
+        if self.step > self.total_steps:
+            raise Refused(
+                f"{self.path}: has made {self.step:,} steps, more than the {self.total_steps:,} of "
+                "--max_steps or --epochs; take as many or more, or another --name"
+            )
 
     def _open_records(self, sizes: dict[str, Any], splits: dict[str, Any]) -> None:
         """Open the files of the run folder, unless no step is left to make.

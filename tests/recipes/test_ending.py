@@ -34,6 +34,7 @@ def runs(run_several, stripes) -> dict[str, Outcome]:
         "timed": [*timed, "--max_hours", 1e-9],
         "timed again": [*timed, "--max_hours", 1e-9],
         "timed longer": [*timed, "--max_hours", 1, "--max_steps", 6],
+        "timed shorter": [*timed, "--max_steps", 5],
     }
     return run_several(2, cases) | run_several(1, {"one": [*words, "--patience", 3]})
 
@@ -62,6 +63,16 @@ def test_a_run_ends_when_its_patience_does(runs) -> None:
     assert longer.column("eval/loss") == pytest.approx(runs["one"].column("eval/loss"), rel=1e-4), (
         "on any layout"
     )
+
+
+def test_a_length_below_the_steps_that_were_made_is_refused(runs) -> None:
+    run = runs["timed shorter"]
+    assert run.outcome == "refused"
+    assert (
+        "timed: has made 6 steps, more than the 5 of --max_steps or --epochs; take as" in run.text
+    )
+    status = run.read("status.json")
+    assert (status["status"], status["step"]) == ("finished", 6), "the run stays as it is"
 
 
 def test_a_run_ends_when_its_hours_are_used_up(runs) -> None:
