@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import nn
 
 from common.config.origin import key_by_class
+from common.training.timm_models import save_weights
 
 
 def export_segmenter(
@@ -17,13 +17,7 @@ def export_segmenter(
     which must not exist.
     """
     folder.mkdir(parents=True)
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        tensors[name] = tensor.detach().cpu().contiguous().clone()
-    weights_file = folder / "model.safetensors"
-    save_file(tensors, weights_file, metadata={"format": "pt"})
-    # It was written for its owner alone.
-    weights_file.chmod(folder.stat().st_mode & 0o666)
+    save_weights(model, folder)
     config = {
         "module": type(model).__name__,
         "num_classes": len(classes),

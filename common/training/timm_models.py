@@ -420,6 +420,15 @@ def export_classifier(
     `transformers.pipeline("image-classification", FOLDER)` load it.
     """
     folder.mkdir(parents=True)
+    save_weights(model, folder)
+    _save_config(model, classes, config, folder, multi_label)
+    (folder / "results.json").write_text(
+        json.dumps(key_by_class(results, classes), indent=2) + "\n"
+    )
+
+
+def save_weights(model: nn.Module, folder: Path) -> None:
+    """Write the state dict of `model` as model.safetensors, readable as `folder` is."""
     tensors = {}
     for name, tensor in model.state_dict().items():
         # Copies: safetensors refuses memory that two names share, such as tied weights.
@@ -428,10 +437,6 @@ def export_classifier(
     save_file(tensors, weights_file, metadata={"format": "pt"})
     # It was written for its owner alone.
     weights_file.chmod(folder.stat().st_mode & 0o666)
-    _save_config(model, classes, config, folder, multi_label)
-    (folder / "results.json").write_text(
-        json.dumps(key_by_class(results, classes), indent=2) + "\n"
-    )
 
 
 def _save_config(
