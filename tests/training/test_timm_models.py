@@ -176,7 +176,10 @@ def test_a_model_that_others_would_load_differently_is_refused(monkeypatch) -> N
     [
         ("resnett50", r"not a model of timm .*did you mean resnet50, "),
         ("qqqq", r"not a model of timm [0-9.]+; timm.list_models\(\) lists them$"),
-        ("resnet50.nonsense", r"can't be created: Invalid pretrained tag \(nonsense\) for resnet50"),
+        (
+            "resnet50.nonsense",
+            r"can't be created: Invalid pretrained tag \(nonsense\) for resnet50",
+        ),
         ("hf-hub:nobody/nothing", r"can't be created: "),
         (
             "resnet18.a1_in1k",
