@@ -674,7 +674,7 @@ class Run:
             evaluation = evaluate(model, batches, self._val_set.source)
             results = results_of(evaluation)
             broken = batches.describe_broken()
-        self._records.log_once(broken)
+        self._records.log_once(broken + describe_omissions(evaluation))
         model.train()
         return evaluation, results
 
@@ -710,7 +710,7 @@ class Run:
         with torch.compiler.set_stance("force_eager"):
             evaluation = evaluate(val_set.adapt(model).eval(), batches, data)
             results = results_of(evaluation)
-        for line in batches.describe_broken():
+        for line in batches.describe_broken() + describe_omissions(evaluation):
             launch.print_on_main(line)
         eval_only.report(self.config, weights, data, results, evaluation)
 
@@ -854,3 +854,8 @@ def results_of(evaluation: Any) -> dict:
     It returned a dict, or an object whose `results()` makes that dict.
     """
     return evaluation if isinstance(evaluation, dict) else evaluation.results()
+
+
+def describe_omissions(evaluation: Any) -> list[str]:
+    """Lines about what results leave out, if `evaluation` says so; the same on all ranks."""
+    return evaluation.describe_omissions() if hasattr(evaluation, "describe_omissions") else []
