@@ -1,6 +1,8 @@
 """The start table's rows about exactness agree with measurements of every optimizer."""
 
 import copy
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch import nn
 
 from common.classification.batches import Batch
 from common.errors import Refused
+from common.run import Observer
 from common.training import drop_path, exactness
 from common.training.optimizer import _UNSUPPORTED, build_optimizer, clip_gradients
 from common.training.step import TrainingStep
@@ -126,3 +129,32 @@ def test_masks_of_a_generator_are_noticed(model: nn.Module, is_exact: bool) -> N
     step.run_trial(model, SimpleNamespace(micro_batch_sizes=(4,), micro_steps=1))
     rows = exactness.describe_exactness(Config(), step.uses_generator)
     assert ("dropout" in rows) != is_exact
+
+
+@dataclass
+class SeedRecorder(Observer):
+    """Writes the seed of each micro-batch to a file of this rank."""
+
+    file: Path
+
+    def on_micro_batch(self, step: int, batch) -> None:
+        with self.file.open("a") as file:
+            file.write(f"{torch.initial_seed()}\n")
+
+
+def test_each_micro_batch_of_each_rank_has_a_seed_of_its_own(forks, stripes, tmp_path) -> None:
+    """Else the masks of a function's dropout would repeat within a step."""
+    files = [tmp_path / f"{rank}.txt" for rank in range(2)]
+    recorders = {rank: SeedRecorder(file) for rank, file in enumerate(files)}
+    flags = (
+        "--global_batch_size 8 --max_micro_batch_size 2 --batch_norm local --max_steps 3".split()
+    )
+    flags += ["--data", stripes, "--output_dir", tmp_path / "runs"]
+    ranks = forks.start_ranks(2, *flags, observers=recorders)
+    for ended in [rank.end() for rank in ranks]:
+        assert ended.code == 0, ended
+    seeds = []
+    for file in files:
+        seeds += file.read_text().split()
+    assert len(seeds) == 2 * 2 * 3
+    assert len(set(seeds)) == len(seeds)
