@@ -36,6 +36,11 @@ def describe_error(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
+def get_os_reason(error: Exception) -> str:
+    """The system's own words, such as "No space left on device"; the error's text if there are none."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def get_first_line(error: Exception) -> str:
     """The first line of an error's text; its type if it has none."""
     lines = str(error).strip().splitlines()

@@ -39,7 +39,7 @@ def test_uniforms_are_uniform_within_a_key_and_independent_between_keys() -> Non
         uniforms(np.arange(100_000), key_of(0, "b")),
     )
     assert 0 <= first.min() and first.max() < 1
-    counts, *_ = np.histogram2d(first, second, bins=10)
+    counts, *_ = np.histogram2d(first, second, bins=10, range=[[0, 1], [0, 1]])
     # chi-square with 99 degrees of freedom: p = 0.001.
     assert ((counts - 1000) ** 2 / 1000).sum() < 149
     assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 4 / len(first) ** 0.5

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from common.errors import Refused
+from common.errors import Refused, get_os_reason
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,7 +44,7 @@ def refuse_unwritable(target: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise Refused(
-            f"{target}: can't be written ({error.strerror or error}); name another",
+            f"{target}: can't be written ({get_os_reason(error)}); name another",
         ) from error
 
 

@@ -26,7 +26,7 @@ from common.data.source import (
     sample_evenly,
 )
 from common.data.splits import Subset, get_split_kind
-from common.errors import Refused
+from common.errors import Refused, get_os_reason
 from common.files import walk
 from common.randomness import key_of
 
@@ -288,7 +288,7 @@ def guard_reading(data: str) -> Iterator[None]:
             problem = f"no permission to read {error.filename}"
             raise Refused(f"--data {data}: {problem}; allow it, or copy the data") from error
         except OSError as error:
-            reason = error.strerror or error
+            reason = get_os_reason(error)
             raise Refused(
                 f"--data {data}: {error.filename or data} can't be read: {reason}"
             ) from error

@@ -21,7 +21,7 @@ from common.data.workers import Handover
 from common.distributed import devices, watchdog
 from common.distributed.collectives import local_world_size, rank, world_size
 from common.distributed.environment import count_cores
-from common.errors import Refused
+from common.errors import Refused, get_os_reason
 from common.patches.multiprocessing import call_on_unsent
 
 
@@ -122,7 +122,7 @@ class _Loader(DataLoader):
         try:
             batches = super().__iter__()
         except OSError as error:
-            reason = error.strerror or error
+            reason = get_os_reason(error)
             requirements = (
                 "some MiB of /dev/shm that can be written to (docker run --shm-size 1g), memory, "
                 "and open files"

@@ -87,8 +87,8 @@ class _Lanes(NamedTuple):
 class Blocks:
     """Blocks of neighbouring samples that are read together, in an order that uses few at a time.
 
-    The order is as random as it can be with few blocks in use. Blocks are permuted, and samples are
-    shuffled within windows of `pool` successive blocks. Each slot of the global batch belongs to
+    The order shuffles well while few blocks are held in memory. Blocks are permuted, and samples
+    are shuffled within windows of `pool` successive blocks. Each slot of the global batch belongs to
     one of a few lanes, and each lane has a range of the permuted blocks to itself. So a machine
     that trains on some slots of each batch reads hardly more blocks than these need. All of it is a
     function of seed and epoch, on any layout.

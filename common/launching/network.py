@@ -8,7 +8,7 @@ from datetime import timedelta
 import psutil
 from torch.distributed import TCPStore
 
-from common.errors import Refused
+from common.errors import Refused, get_os_reason
 
 QUIET_S = 10.0  # a wait that lasts longer is reported
 LOOPBACK = "127.0.0.1"
@@ -142,6 +142,6 @@ def describe_connection_error(host: str, port: int, error: OSError) -> str:
             "the same port"
         )
     return (
-        f"{host}:{port} can't be reached ({error.strerror or error}): is that the main machine's "
+        f"{host}:{port} can't be reached ({get_os_reason(error)}): is that the main machine's "
         "address, and does a firewall let the port through?"
     )

@@ -17,6 +17,7 @@ from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoint, Damaged, compare, compute_digests, verify
 from common.config.origin import RUN_FILE, build_run_info
 from common.durable import remove, replace_folder, sync_folder
+from common.errors import get_os_reason
 from common.files import to_json
 from common.run.progress import Progress, of_exported
 
@@ -142,7 +143,7 @@ class Best:
             try:
                 compare(path, self._record["files"])
             except (Damaged, OSError) as error:
-                errors.append(getattr(error, "strerror", None) or str(error))
+                errors.append(get_os_reason(error))
                 continue
             if path != self.path:
                 if path != self._draft:

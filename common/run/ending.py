@@ -73,8 +73,10 @@ class Ending:
 
     def request(self, cause: str, is_leaving: bool = True) -> None:
         """Ask this process to stop; with `is_leaving`, its machine leaves the run. The first cause counts."""
-        self.requested_by = self.requested_by or cause
-        self.is_leaving = self.is_leaving or is_leaving
+        if not self.requested_by:
+            self.requested_by = cause
+        if is_leaving:
+            self.is_leaving = True
 
     def forbid_leaving(self) -> None:
         """The steps begin: from here on this process leaves alone only from within `leavable` blocks."""
@@ -117,7 +119,8 @@ class Ending:
 
     def stop(self, reason: str) -> None:
         """End the run early; see `Run.stop`. The first reason counts."""
-        self.stop_reason = self.stop_reason or reason or "the recipe"
+        if not self.stop_reason:
+            self.stop_reason = reason if reason else "the recipe"
 
     def stop_by_flags(self, progress: Progress, config: RunConfig) -> None:
         """Stop if --patience or --max_hours says so: the main process decides, since clocks differ."""
@@ -128,8 +131,10 @@ class Ending:
 
     def record_report(self, report: StepReport) -> None:
         """Take from a step's report, the same on all ranks, whether some rank is to stop or ends the run."""
-        self.is_stopping = self.is_stopping or report.stop
-        self._agreed_reason = self._agreed_reason or report.ended_by
+        if report.stop:
+            self.is_stopping = True
+        if not self._agreed_reason:
+            self._agreed_reason = report.ended_by
 
     def agree(self, step: int, progress: Progress) -> None:
         """Make `step` the last if `stop` was called on some rank. A collective."""

@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from common.durable import make_folder, remove, replace_file
-from common.errors import Refused
+from common.errors import Refused, get_os_reason
 from common.files import SMALL, open_regular, read_bytes, to_json
 
 
@@ -154,7 +154,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise Refused(
-            f"{path} can't be written ({getattr(error, 'strerror', None) or error}): make room, "
+            f"{path} can't be written ({get_os_reason(error)}): make room, "
             "and the same command resumes from the last checkpoint, or name another --output_dir"
         ) from error
 

@@ -6,6 +6,7 @@ and a missing or damaged one is empty.
 
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,7 +66,7 @@ class PastRun:
     @property
     def leading(self) -> str:
         """The result that decides which model is best, such as `accuracy`; "" if there is none yet."""
-        return metric_of(str(self.summary.get("leading") or ""))
+        return metric_of(get_text(self.summary, "leading"))
 
     def evaluation(self, which: str) -> dict[str, float | None]:
         """The results of the `best` or the `last` evaluation, numbers only, see `of_exported`."""
@@ -96,18 +97,24 @@ class PastRun:
     @property
     def fingerprint(self) -> str:
         """The fingerprints training-validation of the data at the newest start; "" if not known."""
-        return str(self.environment.get("fingerprint") or "")
+        return get_text(self.environment, "fingerprint")
 
     @property
     def repeat_command(self) -> str:
         """The command that makes the same run again in another folder, from its complete configuration."""
-        command = str(self.environment.get("command") or "")
-        launch = str(self.environment.get("launch") or "")
+        command = get_text(self.environment, "command")
+        launch = get_text(self.environment, "launch")
         launcher = "accelerate launch"
         if command and launch.endswith(command):
             launcher = launch.removesuffix(command)
         argv = launcher.split()
-        argv.append(str(self.environment.get("recipe") or "recipes/cls.py"))
+        argv.append(get_text(self.environment, "recipe", default="recipes/cls.py"))
         argv += ["--config", str(self.path / "config.yaml"), "--name", f"{self.name}-again"]
         # Quoted again: in a stranger's file an argument may hold a second command.
         return shlex.join(argv)
+
+
+def get_text(content: Mapping[str, Any], key: str, default: str = "") -> str:
+    """The value of `key` as text; `default` if it is missing or empty."""
+    value = content.get(key)
+    return str(value) if value else default

@@ -13,7 +13,7 @@ from common.config.recipe_source import FOLDER
 from common.durable import replace_file
 from common.files import read_bytes
 from common.run import plots
-from common.run.past_run import PastRun
+from common.run.past_run import PastRun, get_text
 from common.run.plots import finite
 from common.run.progress import class_result_name, display_name, is_share
 
@@ -91,7 +91,7 @@ def _build_section(name: str, build: Callable[[PastRun], Section], run: PastRun)
 
 
 def _build_head(run: PastRun) -> Section:
-    status = str(run.status.get("status") or "unknown")
+    status = get_text(run.status, "status", default="unknown")
     at_step = f" at step {run.status['step']}" if "step" in run.status else ""
     killed = " (or killed)" if status == "running" else ""
     facts: list[tuple[str, object]] = [

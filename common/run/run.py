@@ -615,9 +615,9 @@ class Run:
         best_metric: str,
         larger_is_better: bool | None = None,
     ) -> Any:
-        """Evaluate the model, and its moving average if there is one; returns what `evaluate` did,
-        of the last one.
+        """Evaluate the model, and its moving average if there is one.
 
+        Returns what the last call of `evaluate` returned: for the moving average, if there is one.
         `evaluate(model, batches, data)` gets this rank's share of the images and their source. It
         returns a dict of results over all ranks, or an object with `results()`, which makes that
         dict, and `draw(pictures)`, which is called when there is time. Results are logged as
@@ -674,7 +674,7 @@ class Run:
             evaluation = evaluate(model, batches, self._val_set.source)
             results = results_of(evaluation)
             broken = batches.describe_broken()
-        self._records.log_once(broken)
+        self._records.log_once(broken + describe_omissions(evaluation))
         model.train()
         return evaluation, results
 
@@ -692,10 +692,10 @@ class Run:
         val_set: Any,
         evaluate: Callable[[torch.nn.Module, EvalBatches, Any], Any],
     ) -> None:
-        """Print the results of the weights of --eval_only, a checkpoint's moving average if it has
-        one; write a report.
+        """Evaluate the weights of --eval_only, print the results and write a report.
 
-        `model` is built for them, and `evaluate` is as for `Run.evaluate`.
+        A checkpoint's moving average is evaluated if it has one. `model` is built for the weights,
+        and `evaluate` is as for `Run.evaluate`.
         """
         weights = self.weights
         if weights is None:
@@ -710,7 +710,7 @@ class Run:
         with torch.compiler.set_stance("force_eager"):
             evaluation = evaluate(val_set.adapt(model).eval(), batches, data)
             results = results_of(evaluation)
-        for line in batches.describe_broken():
+        for line in batches.describe_broken() + describe_omissions(evaluation):
             launch.print_on_main(line)
         eval_only.report(self.config, weights, data, results, evaluation)
 
@@ -854,3 +854,8 @@ def results_of(evaluation: Any) -> dict:
     It returned a dict, or an object whose `results()` makes that dict.
     """
     return evaluation if isinstance(evaluation, dict) else evaluation.results()
+
+
+def describe_omissions(evaluation: Any) -> list[str]:
+    """Lines about what results leave out, if `evaluation` says so; the same on all ranks."""
+    return evaluation.describe_omissions() if hasattr(evaluation, "describe_omissions") else []

@@ -245,6 +245,12 @@ class _WandB:
             x_transaction_log_flush_interval=FLUSH_S,
         )
         tags = [tag.strip() for tag in config.get("tags", "").split(",") if tag.strip()]
+        labels = {
+            "group": config.get("group"),
+            "notes": config.get("notes"),
+            "tags": tags,
+            "entity": config.get("wandb_entity"),
+        }
         tracker = WandBTracker(
             config["project"],
             name=folder.name,
@@ -253,10 +259,7 @@ class _WandB:
             dir=folder,
             mode=mode,
             settings=settings,
-            group=config.get("group") or None,
-            notes=config.get("notes") or None,
-            tags=tags or None,
-            entity=config.get("wandb_entity") or None,
+            **{key: value for key, value in labels.items() if value},
         )
         tracker.start()
         return tracker

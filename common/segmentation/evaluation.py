@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.data.source import sample_evenly
+from common.data.tables import format_names
 from common.distributed.collectives import all_sum, gather_to_main, reduce_counts
 from common.durable import write_csv
 from common.errors import Refused
@@ -115,6 +116,17 @@ class Evaluation:
         results["loss"] = loss / num_labelled if num_labelled else None
         results["count"] = num_images
         return results | name_by_class("IoU", self._data.classes, results["per_class"])
+
+    def describe_omissions(self) -> list[str]:
+        """Lines about what the results leave out, after `results`: classes without a pixel."""
+        num_labelled = self.confusion.sum(dim=1).tolist()
+        missing = []
+        for name, num_pixels in zip(self._data.classes, num_labelled, strict=True):
+            if not num_pixels:
+                missing.append(name)
+        if not missing:
+            return []
+        return [f"no labelled pixel of {format_names(missing)}: left out of the means over classes"]
 
     def details(self) -> dict[str, Any]:
         """For a report, after `results`: per class its labelled and its right pixels."""

@@ -25,7 +25,7 @@ _SIGNED = re.compile(
 _SIGNED_AZURE = re.compile("(sv|ss|srt|sr|sp|se|st|spr|sip|sig|skoid|sktid|skt|ske|sks|skv)=")
 _COMMA = re.compile(r",(?![^{}]*\})")  # not between braces
 _BRACES = re.compile(r"(?<!\$)\{([^{}]*)\}")
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
+_VARIABLE = re.compile(r"\$(\{)?(\w+)(?(1)\})", re.ASCII)  # $NAME or ${NAME}
 _SHARD_IN_FOLDER = re.compile(r"(^|/)[^./][^/]*(\.tar|\.parquet)$")  # no hidden file
 
 
@@ -145,7 +145,7 @@ def _fill_variables(name: str) -> str:
     """
 
     def get_value(variable: re.Match) -> str:
-        key = variable[1] or variable[2]
+        key = variable[2]
         if key not in os.environ:
             advice = "export it, or write %24 for a plain $"
             raise Refused(

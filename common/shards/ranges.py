@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from common.config.secrets import redact_name
-from common.errors import Refused
+from common.errors import Refused, get_os_reason
 from common.files import open_regular
 from common.shards.names import get_file_system, is_http, is_remote
 
@@ -64,7 +64,7 @@ def stat(name: str) -> Stamp:
     try:
         status = os.stat(name)
     except OSError as error:
-        raise _describe_unreadable(name, 0, error.strerror or str(error)) from error
+        raise _describe_unreadable(name, 0, get_os_reason(error)) from error
     return status.st_size, str(status.st_mtime_ns)
 
 
@@ -80,7 +80,7 @@ def read(name: str, start: int, stop: int, tag: str) -> bytes:
         data = os.pread(file.fileno(), stop - start, start)
         mtime = str(os.fstat(file.fileno()).st_mtime_ns)
     except OSError as error:
-        raise _describe_unreadable(name, start, error.strerror or str(error)) from error
+        raise _describe_unreadable(name, start, get_os_reason(error)) from error
     if mtime != tag:
         raise _describe_change(name, start, mtime, tag)
     if len(data) < stop - start:
@@ -230,12 +230,16 @@ def _check_answer(
     match = re.fullmatch(f"bytes {start}-{stop - 1}/([0-9]{{1,18}})", content_range)
     is_encoded = answer.headers.get("Content-Encoding", "identity") != "identity"
     if status != 206 or not match or is_encoded:
-        sent = content_range[:80] or "the whole file"
+        sent_range = content_range[:80] if content_range else "the whole file"
         raise Fault(
-            f"asked for bytes {start}-{stop - 1}, the server sends {sent}; it has to serve ranges"
+            f"asked for bytes {start}-{stop - 1}, the server sends {sent_range}; it has to serve "
+            "ranges"
         )
     size = match[1]
-    new_tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or f"{size} bytes"
+    new_tag = f"{size} bytes"
+    for header in ("Last-Modified", "ETag"):
+        if answer.headers.get(header):
+            new_tag = answer.headers[header]
     if tag is not None and tag != new_tag:
         raise _describe_change(name, start, new_tag, tag)
     return int(size), new_tag

@@ -32,13 +32,18 @@ class TarFormat(NamedTuple):
     group: str = ""  # key in the JSON: samples with the same value are held out together
     has_json_labels: bool = False  # True if the label is all of the JSON
 
+    @property
+    def label_kind(self) -> str:
+        """The extension of the files that hold labels."""
+        return self.label if self.label else "cls"
+
     def is_image(self, kind: str) -> bool:
         if self.image:
             return kind == self.image
         return f".{kind.rpartition('.')[2]}" in SUFFIXES
 
     def is_label(self, kind: str) -> bool:
-        return not self.has_json_labels and kind == (self.label or "cls")
+        return not self.has_json_labels and kind == self.label_kind
 
 
 @dataclass

@@ -340,7 +340,7 @@ def describe_batch_norm(model: nn.Module) -> str:
         text += f"; {len(layers) - len(updated)} of {len(layers)} layers are frozen"
     if num_half_frozen:
         text += (
-            f"; {num_half_frozen} layers whose weights are not trained have statistics that move: "
+            f"; {num_half_frozen} layers with frozen weights still update running statistics: "
             "freeze_modules(...) stops both"
         )
     return text

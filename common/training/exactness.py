@@ -33,8 +33,8 @@ def describe_exactness(config: Any, uses_generator: bool) -> dict[str, str]:
         )
     if is_scale_free(config.opt):
         rows["optimizer"] = (
-            f"{config.opt} takes full steps where a gradient is only rounding noise, as of the "
-            "bias of an attention's keys: layouts of such a model agree only roughly"
+            f"{config.opt} makes full-size updates even where the exact gradient is 0 (attention "
+            "key biases): layouts agree only roughly"
         )
     return rows
 

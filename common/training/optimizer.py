@@ -266,8 +266,8 @@ class Schedule:
             if all(0 < epochs < math.inf for epochs in self._parse_step_epochs()):
                 return
         raise Refused(
-            f"--step_epochs {self.config.step_epochs}: must be epochs above 0, such as 30, or "
-            "8,11 for each fall"
+            f"--step_epochs {self.config.step_epochs}: must be epochs above 0, such as 30 (a drop "
+            "every 30 epochs) or 8,11 (a drop after each)"
         )
 
     def _parse_step_epochs(self) -> list[float]:

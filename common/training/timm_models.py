@@ -237,23 +237,25 @@ def _repeat_normalization(config: dict, channels: int) -> None:
 
 
 def _format_create_error(name: str, pretrained: bool, error: Exception) -> str:
-    hint = ""
     if Path(name).is_dir():
-        hint = (
-            " of this folder, which has to be a timm model's best/, whole (a detector goes to "
-            "--init or --eval_only)"
+        problem = (
+            "can't be loaded: expected a complete timm folder such as runs/NAME/best (for a "
+            "detector: --init or --eval_only)"
         )
     elif pretrained:
-        hint = (
-            " with pretrained weights (is the hub in reach?); without --pretrained they are random"
+        problem = (
+            "can't be created with pretrained weights (is the hub in reach?); without --pretrained "
+            "they are random"
         )
+    else:
+        problem = "can't be created"
     reason = " ".join(str(error).split())
     # torch's message advises to leave `weights_only` out.
     if isinstance(error, EOFError) or "weights_only" in reason:
         reason = "its weights are no whole file of torch.save; copy the folder again"
     elif not reason:
         reason = type(error).__name__
-    return f"--model {name}: can't be made{hint}: {reason:.250}"
+    return f"--model {name}: {problem}: {reason:.250}"
 
 
 def _advise_on_name(name: str) -> str:
@@ -557,6 +559,6 @@ def _check_same_outputs(model: nn.Module, loaded: nn.Module, input_size: Sequenc
     if not torch.allclose(expected, actual, rtol=0, atol=tolerance, equal_nan=True):
         architecture = model.pretrained_cfg["architecture"]
         raise Refused(
-            f"--model {architecture}: others would load another model than is trained here, since "
-            f"timm {timm.__version__} builds it differently then; take another model"
+            f"--model {architecture}: timm.create_model(pretrained=True) of timm {timm.__version__} "
+            "would not rebuild this model from its export; choose another model"
         )

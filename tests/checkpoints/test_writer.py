@@ -66,3 +66,13 @@ def test_a_failure_is_raised_once_in_the_training_thread(call: str) -> None:
     writer.start(make_files(3.0), written.append)
     writer.wait()
     assert len(written) == 1
+
+
+def test_a_tensor_is_copied_in_its_own_dtype_whatever_the_last_was() -> None:
+    writer = Writer()
+    written = []
+    for dtype in (torch.float32, torch.float64):
+        files = {"model": {"weight": torch.full((2, 3), 0.1, dtype=dtype)}}
+        writer.start(files, lambda copies: written.append(copy.deepcopy(copies)))
+        writer.wait()
+        assert identical(written[-1]["model"], files["model"])

@@ -2,6 +2,7 @@
 wherever it is entered.
 """
 
+import itertools
 import time
 import tracemalloc
 from fractions import Fraction
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from common.data import stream as module
 from common.data.batch_plan import BatchPlan
-from common.data.stream import Stream, permute
+from common.data.stream import Blocks, Stream, permute
 from common.errors import Refused
 
 SEEDS = st.integers(0, 2**63)
@@ -52,6 +53,20 @@ def test_every_epoch_draws_every_sample_once_however_it_is_split(cut, size: int,
     epochs = [indices[low : low + size] for low in range(to_epoch, len(indices) - size + 1, size)]
     assert len(epochs) >= 2
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+
+
+def test_each_seed_and_each_epoch_has_an_order_of_its_own() -> None:
+    size = 600
+    blocks = Blocks(edges=np.arange(0, size + 1, 10), pool=8)
+    for options in ({}, {"blocks": blocks}):
+        orders = []
+        for seed, epoch in ((0, 0), (0, 1), (1, 0)):
+            stream = Stream(size, 24, seed, **options)
+            indices = stream.get_indices(np.arange(epoch * size, (epoch + 1) * size))
+            # Where a sample stands in its block: another order of the blocks does not change this.
+            orders.append(indices % 10)
+        for left, right in itertools.combinations(orders, 2):
+            assert (left == right).mean() < 0.2
 
 
 def test_the_permutation_is_a_bijection() -> None:

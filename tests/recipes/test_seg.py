@@ -104,6 +104,11 @@ def test_other_data_are_matched_by_the_names_of_their_classes(trained, forks, tm
     )
     for name in ("sky", "ground"):  # the same pixels, in another place
         assert report["pixels"][name] == best["pixels"][name]
+    (data / "classes.txt").write_text("sky\nground\nleaf\n")
+    results_of_three, text = evaluate(forks, trained, "--data", data)
+    assert "no labelled pixel of leaf: left out of the means over classes" in text
+    assert results_of_three["per_class"]["leaf"] is None
+    assert results_of_three["mIoU"] == results["mIoU"]
     (data / "classes.txt").write_text("sky\nwater\n")
     words = ("--eval_only", trained.folder, "--data", data)
     ended = forks(*words, recipe="seg")

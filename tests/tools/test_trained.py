@@ -27,7 +27,7 @@ def test_a_run_folder_is_taken_by_init_as_tools_take_it(trained_detector) -> Non
 UNFIT = {  # by recipe: how a weight is changed, and what is said
     "cls int8": (lambda tensor: tensor.to(torch.int8), "int8"),
     "cls infinite": (lambda tensor: tensor / 0, "has numbers that are not finite"),
-    "cls short": (lambda tensor: tensor[:1], "can't be made of this folder"),
+    "cls short": (lambda tensor: tensor[:1], "can't be loaded: expected a complete timm folder"),
     "det bool": (lambda tensor: tensor > 0, "another detector: 1 tensors differ"),
     "det infinite": (lambda tensor: tensor / 0, "has numbers that are not finite"),
 }

@@ -234,7 +234,7 @@ def test_frozen_layers_are_told_and_form_no_groups() -> None:
     assert batch_norm.get_undivided_flag(model) == ""
     layers[0].requires_grad_(False)
     assert (
-        "; 1 layers whose weights are not trained have statistics that move"
+        "; 1 layers with frozen weights still update running statistics"
         in batch_norm.describe_batch_norm(model)
     )
     batch_norm.freeze_modules(layers[0])

@@ -49,6 +49,13 @@ def test_dropout_has_its_rate_and_independent_elements() -> None:
     masks = torch.stack([first.roll(1, 0), first.roll(1, 1), first, second, next_step]).flatten(1)
     assert torch.corrcoef(masks).triu(1).abs().max() < 0.01
     assert torch.equal(model.eval()(x), x)
+    model.train()
+    for (
+        layer
+    ) in model:  # such as tables of relative positions: one mask per step, but not of all layers
+        layer.has_batch = False
+    first_table, second_table = (layer(x).flatten() for layer in model)
+    assert torch.corrcoef(torch.stack([first_table, second_table]))[0, 1].abs() < 0.01
     drop_all = nn.Sequential(nn.Dropout(1.0))
     convert_drop_layers(drop_all)
     set_uniforms(drop_all, draw_uniforms(np.arange(4), batch_size=4, seed=0, num_layers=1))

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from common.data import BrokenImage
 from common.durable import make_folder, replace_folder, sync_folder
-from common.errors import Refused
+from common.errors import Refused, get_os_reason
 from common.run.folder import write_json
 from tools.export import formats, verify
 from tools.export.verify import Session
@@ -226,7 +226,7 @@ def export(task: Task, name: str, folder: Path) -> dict:
     except OSError as error:
         if str(error.filename or existing).startswith(str(existing)):
             raise Refused(
-                f"--output {folder}: {error.strerror or error}; choose another folder"
+                f"--output {folder}: {get_os_reason(error)}; choose another folder"
             ) from error
         raise
     return about

@@ -50,10 +50,9 @@ class Annotated(ImageList):
     # float64[M] in square pixels: of the mask if the data has it, else of the box.
     areas: np.ndarray
     truth: np.ndarray = field(default_factory=lambda: np.zeros(0), kw_only=True)
-    """float64[M, 4] left, top, width, height as in the data, not clipped: for the evaluation.
+    """float64[M, 4] left, top, width, height as in the data: unrounded boxes for COCO's evaluation.
 
-    The default is `boxes`, which are rounded: an overlap on a threshold may then count otherwise
-    than in COCO's."""
+    They default to `boxes`, whose rounding may flip an IoU that lies on a threshold."""
     # Of the M objects, if masks were requested.
     masks: Masks | None = field(default=None, kw_only=True)
     # What loading has corrected or left out.

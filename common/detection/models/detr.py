@@ -346,7 +346,7 @@ class _Matching:
     match: Tensor  # int64[B, O, Q] index of a box, or -1
     divisor: Tensor  # [B] of sums over queries
     query_counts: Tensor  # [B, 2] queries with and without a box, of an output
-    share: Tensor | float = 1.0  # of the image in what has a mean over `query_counts`
+    share: Tensor | float = 1.0  # weight of this image in losses that are means over queries
 
     def unite_outputs(self, num_boxes: list[int], totals: Tensor) -> Self:
         """One matching for all outputs: each query with the box that it has most often.
