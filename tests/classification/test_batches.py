@@ -76,91 +76,92 @@ class Numbers:
     image = content
 
 
-def samples(source: Numbers, batch: int = 12, config=VARIED, **options) -> TrainDataset:
+def create_dataset(source: Numbers, batch: int = 12, config=VARIED, **options) -> TrainDataset:
     stream = Stream(len(source), batch, seed=5)
-    return TrainDataset(
-        source, stream, TrainingTransform(config, DATA), 5, AUGMENTATIONS, **options
-    )
+    transform = TrainingTransform(config, DATA)
+    return TrainDataset(source, stream, transform, 5, AUGMENTATIONS, **options)
 
 
-def each_sample(batch: Batch) -> dict[int, bytes]:
+def split_batch(batch: Batch) -> dict[int, bytes]:
     """Position -> all that the batch holds for it."""
     colours, erasing, mixing = batch.random_params
-    parts = [
+    columns = [
         batch.images.flatten(1),
         batch.labels[:, None],
         mixing.repeat_interleave(2, 0),
         batch.drop_path.T,
+        colours,
+        erasing,
     ]
-    parts += [colours, erasing]
-    return {
-        position: b"".join(part[place].numpy().tobytes() for part in parts)
-        for place, position in enumerate(batch.positions.tolist())
-    }
+    by_position = {}
+    for i, position in enumerate(batch.positions.tolist()):
+        by_position[position] = b"".join(column[i].numpy().tobytes() for column in columns)
+    return by_position
 
 
 LAYERS = dict(drop_path_layers=3)
 
 
-def samples_of_rank(limit: int, workers: int) -> dict[int, bytes]:
+def load_on_rank(limit: int, workers: int) -> dict[int, bytes]:
     """What this rank's batches of eight steps hold for each position."""
-    source = Numbers(50, broken=frozenset({3, 4, 17}))
+    dataset = create_dataset(Numbers(50, broken=frozenset({3, 4, 17})), **LAYERS)
     plan = BatchPlan(12, world_size(), limit, 2)
-    batches = list(create_train_loader(samples(source, **LAYERS), plan, 3, 11, workers))
-    assert len(batches) == 8 * plan.micro_steps and batches[0].images.dtype == torch.uint8
+    batches = list(create_train_loader(dataset, plan, 3, 11, workers))
+    assert len(batches) == 8 * plan.micro_steps
+    assert batches[0].images.dtype == torch.uint8
     by_position = {}
     for batch in batches:
-        by_position |= each_sample(batch)
+        by_position |= split_batch(batch)
     return by_position
 
 
 @pytest.mark.smoke
 def test_a_sample_is_the_same_in_whatever_batch_worker_or_layout(processes) -> None:
-    expected = samples_of_rank(12, 0)
+    expected = load_on_rank(12, 0)
     assert list(expected) == list(range(36, 36 + 96))
-    assert samples_of_rank(4, 2) == expected
-    of_ranks = processes.run(samples_of_rank, 2, 0, ranks=3)
-    assert (
-        sum(map(len, of_ranks)) == len(expected)
-        and of_ranks[0] | of_ranks[1] | of_ranks[2] == expected
-    )
+    assert load_on_rank(4, 2) == expected
+    first, second, third = processes.run(load_on_rank, 2, 0, ranks=3)
+    assert len(first) + len(second) + len(third) == len(expected)
+    assert first | second | third == expected
 
 
 def test_the_seed_and_the_epoch_vary_an_image() -> None:
     source = Numbers(12)
-    first, later = list(create_train_loader(samples(source), BatchPlan(12, 1, 12), 0, 2, 0))
-    assert sorted(first.labels.tolist()) == sorted(later.labels.tolist()) == list(range(12))
+    loader = create_train_loader(create_dataset(source), BatchPlan(12, 1, 12), 0, 2, 0)
+    first, second = list(loader)
+    assert sorted(first.labels.tolist()) == sorted(second.labels.tolist()) == list(range(12))
     for label in range(12):
-        assert not torch.equal(
-            first.images[first.labels == label], later.images[later.labels == label]
-        )
-    other = TrainDataset(source, Stream(12, 12, 5), TrainingTransform(VARIED, DATA), 6)
-    assert not torch.equal(other.__getitems__(np.arange(12)).images, first.images)
+        first_image = first.images[first.labels == label]
+        second_image = second.images[second.labels == label]
+        assert not torch.equal(first_image, second_image)
+    transform = TrainingTransform(VARIED, DATA)
+    with_another_seed = TrainDataset(source, Stream(12, 12, 5), transform, 6)
+    batch = with_another_seed.__getitems__(np.arange(12))
+    assert not torch.equal(batch.images, first.images)
 
 
 def test_a_broken_image_is_replaced_and_named_once() -> None:
     source = Numbers(20, broken=frozenset({5, 6, 7, 19}))
-    stream, transform, positions = (
-        Stream(20, 20, seed=5),
-        TrainingTransform(VARIED, DATA),
-        np.arange(20),
-    )
+    stream = Stream(20, 20, seed=5)
+    transform = TrainingTransform(VARIED, DATA)
+    positions = np.arange(20)
     batch = TrainDataset(source, stream, transform, 5).__getitems__(positions)
     drawn = stream.get_indices(positions).tolist()
-    shown = [{5: 8, 6: 8, 7: 8, 19: 0}.get(index, index) for index in drawn]
-    assert batch.labels.tolist() == shown  # the label is the neighbour's, too
-    for image, index, key in zip(
-        batch.images, shown, mix(positions, key_of(5, "augmentation")).tolist(), strict=True
-    ):
-        seed_generators(key)  # varied as at any place
+    replacements = {5: 8, 6: 8, 7: 8, 19: 0}
+    indices = [replacements.get(index, index) for index in drawn]
+    assert batch.labels.tolist() == indices  # the label is the neighbour's, too
+    keys = mix(positions, key_of(5, "augmentation")).tolist()
+    for image, index, key in zip(batch.images, indices, keys, strict=True):
+        seed_generators(key)  # varied as at any position
         assert torch.equal(image, transform(Picture(source.content(index))))
     # One per sample: a run of broken images does not count many times.
-    assert list(batch.broken) == [
-        f"numbers[{index}]: torn" for index in drawn if index in source.broken
-    ]
-    none = samples(Numbers(7, broken=frozenset(range(7))), 7, PLAIN).__getitems__(np.arange(7))
-    assert (none.images == 0).all() and len(none.broken) == 7  # then it is black
-    assert sorted(none.labels.tolist()) == list(range(7))
+    broken = [f"numbers[{index}]: torn" for index in drawn if index in source.broken]
+    assert list(batch.broken) == broken
+    all_broken = create_dataset(Numbers(7, broken=frozenset(range(7))), 7, PLAIN)
+    black = all_broken.__getitems__(np.arange(7))
+    assert (black.images == 0).all()
+    assert len(black.broken) == 7
+    assert sorted(black.labels.tolist()) == list(range(7))
 
 
 def test_the_feed_adds_up_what_it_waited_for_and_what_was_broken() -> None:
@@ -170,18 +171,22 @@ def test_the_feed_adds_up_what_it_waited_for_and_what_was_broken() -> None:
             yield Batch(torch.zeros(1), torch.zeros(1), torch.zeros(1), broken=(name,))
 
     feed = Prefetcher(slow(), torch.device("cpu"))
-    next(feed), next(feed)
+    next(feed)
+    next(feed)
     waited, broken = feed.pop_stats()
-    assert 0.04 <= waited < 10 and broken == ("a", "b") and feed.pop_stats() == (0.0, ())
+    assert 0.04 <= waited < 10
+    assert broken == ("a", "b")
+    assert feed.pop_stats() == (0.0, ())
 
 
-def workers_of_rank(cores: int, limit: Path) -> int:
+def count_workers_on_rank(cores: int, limit: Path) -> int:
     """How many data workers this rank starts by itself on a machine with so many cores, in a
     container with this file.
     """
     affinity = mock.patch.object(os, "sched_getaffinity", return_value=range(cores))
     with affinity, mock.patch.object(environment, "_ALLOTMENT", limit):
-        assert (loader.count_workers(0), loader.count_workers(5)) == (0, 5)
+        assert loader.count_workers(0) == 0
+        assert loader.count_workers(5) == 5
         return loader.count_workers(-1)
 
 
@@ -189,9 +194,8 @@ def workers_of_rank(cores: int, limit: Path) -> int:
 def test_the_ranks_of_a_machine_share_its_cores(
     processes, tmp_path, cores: int, ranks: int, workers: int
 ) -> None:
-    assert (
-        processes.run(workers_of_rank, cores, tmp_path / "none", ranks=ranks) == [workers] * ranks
-    )
+    counts = processes.run(count_workers_on_rank, cores, tmp_path / "none", ranks=ranks)
+    assert counts == [workers] * ranks
 
 
 @pytest.mark.parametrize(
@@ -199,30 +203,36 @@ def test_the_ranks_of_a_machine_share_its_cores(
 )
 def test_a_container_limits_the_cores(tmp_path, limit: str, workers: int) -> None:
     (tmp_path / "cpu.max").write_text(f"{limit}\n")
-    assert workers_of_rank(64, tmp_path / "cpu.max") == workers
+    assert count_workers_on_rank(64, tmp_path / "cpu.max") == workers
 
 
 @pytest.mark.parametrize("device, goes_on", [("cuda", True), ("mps", False)])
 def test_a_batch_goes_to_its_device_whole(monkeypatch, device, goes_on) -> None:
     """On MPS such a copy reads memory that is in use again."""
-    asked, batch = [], samples(Numbers(12), **LAYERS).__getitems__(np.arange(12))
-    monkeypatch.setattr(
-        torch.Tensor, "to", lambda tensor, *to, **options: asked.append((*to, options)) or tensor
-    )
-    assert each_sample(batch) == each_sample(batch.to(torch.device(device)))
-    assert asked == [(torch.device(device), {"non_blocking": goes_on})] * 7
+    calls = []
+
+    def record_call(tensor, *args, **options):
+        calls.append((args, options))
+        return tensor
+
+    batch = create_dataset(Numbers(12), **LAYERS).__getitems__(np.arange(12))
+    monkeypatch.setattr(torch.Tensor, "to", record_call)
+    assert split_batch(batch) == split_batch(batch.to(torch.device(device)))
+    assert calls == [((torch.device(device),), {"non_blocking": goes_on})] * 7
 
 
 def test_a_signal_to_everyone_leaves_the_workers_at_work() -> None:
-    batches = iter(create_train_loader(samples(Numbers(40)), BatchPlan(12, 1, 12), 0, 1000, 2))
-    first, _ = next(batches), next(batches)  # one of each worker, so that both have begun
+    dataset = create_dataset(Numbers(40))
+    batches = iter(create_train_loader(dataset, BatchPlan(12, 1, 12), 0, 1000, 2))
+    # One of each worker, so that both have begun.
+    first = next(batches)
+    next(batches)
     for worker in data_workers():
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             os.kill(worker.pid, number)
     following = [next(batches) for _ in range(20)]
-    assert following[0].positions[0] == 24 and not torch.equal(
-        first.positions, following[-1].positions
-    )
+    assert following[0].positions[0] == 24
+    assert not torch.equal(first.positions, following[-1].positions)
 
 
 STUCK = """
@@ -246,5 +256,6 @@ def test_workers_that_are_stuck_do_not_hang_the_end() -> None:
     script = subprocess.run(
         [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=120
     )
-    assert (script.returncode, script.stdout.strip()) == (7, "[0]"), script.stderr
+    assert script.returncode == 7, script.stderr
+    assert script.stdout.strip() == "[0]"
     assert "DataLoader worker" not in script.stderr  # nor do they have the last word

@@ -27,7 +27,8 @@ class Shells:
     """Items as they are given."""
 
     def __init__(self, items: Sequence, classes: Sequence[str] = ("cockle", "limpet")):
-        self.items, self.classes = items, classes
+        self.items = items
+        self.classes = classes
 
     def __len__(self) -> int:
         return len(self.items)
@@ -78,68 +79,63 @@ def refusal(data: object, **options) -> str:
     return str(refused.value)
 
 
-def everything(*sources) -> dict[str, int]:
-    return {
-        source.name(index): int(source.labels[index])
-        for source in sources
-        for index in range(len(source))
-    }
+def map_labels(*sources) -> dict[str, int]:
+    """The label of each image, by its name."""
+    labels = {}
+    for source in sources:
+        for index, label in enumerate(source.labels.tolist()):
+            labels[source.name(index)] = label
+    return labels
 
 
 def test_a_share_of_each_class_of_paths_is_held_out(files: list) -> None:
     train, val = read(Shells(files))
-    assert everything(train, val) == {str(path): label for path, label in files}
-    assert (train.classes, train.labels.dtype, train.multi_label) == (
-        ("cockle", "limpet"),
-        np.int64,
-        False,
-    )
+    by_path = {str(path): label for path, label in files}
+    assert map_labels(train, val) == by_path
+    assert train.classes == ("cockle", "limpet")
+    assert train.labels.dtype == np.int64
+    assert train.multi_label is False
     assert np.bincount(val.labels).tolist() == [3, 2]
-    assert (train.part, val.part) == ("75 % of Shells", "25 % held out of Shells")
+    assert train.part == "75 % of Shells"
+    assert val.part == "25 % held out of Shells"
     for source in (train, pickle.loads(pickle.dumps(train))):
         assert not hasattr(source, "data"), "the object would be copied into every data worker"
-        numbers = [
-            int(Path(source.name(index)).stem.removeprefix("shell")) for index in range(len(source))
-        ]
-        assert [source.image(index).getpixel((0, 0))[0] for index in range(len(source))] == numbers
+        for index in range(len(source)):
+            number = int(Path(source.name(index)).stem.removeprefix("shell"))
+            assert source.image(index).getpixel((0, 0))[0] == number
     # A path keeps its side, wherever it stands; an evaluation finds the images that training held
     # out.
-    assert everything(val) == everything(read(Shells(files[::-1]))[1])
-    assert everything(
-        read(Shells(files), is_eval_only=True, is_training_data=True)[1]
-    ) == everything(val)
-    assert everything(
-        *read(Shells([(path, ("cockle", "limpet")[label]) for path, label in files]))
-    ) == everything(train, val)
-    parts = {"train": Shells(files[:15]), "valid": Shells(files[15:]), "test": Shells(files[16:18])}
-    train, val = read(parts)
-    assert (len(train), len(val), train.part, val.part) == (
-        15,
-        5,
-        "train",
-        "valid; test: for --split test",
-    )
-    assert [
-        len(read(parts, split="test", is_eval_only=is_eval_only)[1])
-        for is_eval_only in (False, True)
-    ] == [2, 2]
-    parts["valid"].classes = ("limpet", "cockle")
-    assert "other classes to evaluate than to train on" in refusal(parts)
+    _, reversed_val = read(Shells(files[::-1]))
+    assert map_labels(reversed_val) == map_labels(val)
+    _, held_out = read(Shells(files), is_eval_only=True, is_training_data=True)
+    assert map_labels(held_out) == map_labels(val)
+    with_names = [(path, ("cockle", "limpet")[label]) for path, label in files]
+    assert map_labels(*read(Shells(with_names))) == by_path
+    splits = {
+        "train": Shells(files[:15]),
+        "valid": Shells(files[15:]),
+        "test": Shells(files[16:18]),
+    }
+    train, val = read(splits)
+    assert len(train) == 15
+    assert len(val) == 5
+    assert train.part == "train"
+    assert val.part == "valid; test: for --split test"
+    for is_eval_only in (False, True):
+        assert len(read(splits, split="test", is_eval_only=is_eval_only)[1]) == 2
+    splits["valid"].classes = ("limpet", "cockle")
+    assert "other classes to evaluate than to train on" in refusal(splits)
 
 
 def test_images_are_read_when_they_are_wanted() -> None:
     data = Counted([(image(number), number % 2) for number in range(200)])
     train, val = read(data)
     assert data.read < 50, "labels are known: only a look at the data reads some"
-    assert sorted([*train.indices, *val.indices]) == list(range(200))
-    assert all(
-        train.image(index).getpixel((0, 0))[0] == train.indices[index]
-        for index in range(len(train))
-    )
-    assert (
-        np.array_equal(train.labels, train.indices % 2)
-        and train.name(3) == f"Counted[{train.indices[3]}]"
-    )
+    assert sorted(np.append(train.indices, val.indices)) == list(range(200))
+    for index, number in enumerate(train.indices):
+        assert train.image(index).getpixel((0, 0))[0] == number
+    assert np.array_equal(train.labels, train.indices % 2)
+    assert train.name(3) == f"Counted[{train.indices[3]}]"
     assert pickle.loads(pickle.dumps(val)).fingerprint == val.fingerprint
     # One of those that are looked at.
     data.items[int(val.indices[0])] = (image(250), int(val.labels[0]))
@@ -155,7 +151,9 @@ def test_tensors_keep_all_channels_and_show_three() -> None:
     index = int(val.indices[0])
     assert torch.equal(val.content(0), tensors[index])
     image = val.image(0)
-    assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (5, 6), (index,) * 3)
+    assert image.mode == "RGB"
+    assert image.size == (5, 6)
+    assert image.getpixel((0, 0)) == (index,) * 3
     before = val.fingerprint
     tensors[index][3] += 100
     assert replace(val).fingerprint != before, "the fourth channel counts"
@@ -164,30 +162,30 @@ def test_tensors_keep_all_channels_and_show_three() -> None:
 @pytest.mark.parametrize("channels", [1, 3, 5])
 def test_tensors_are_evaluated_as_images_are(channels: int) -> None:
     """Three channels give the pixels of the same RGB image."""
-    pixels = torch.randint(
-        256, (channels, 50, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (channels, 50, 40), dtype=torch.uint8, generator=generator)
     model = timm_models.build_classifier("test_vit", 2, image_size=32, in_chans=channels)
     data_config = timm_models.resolve_data_config(model, 32)
     assert len(data_config["mean"]) == channels
     _, val = read(Shells([(pixels, number % 2) for number in range(20)]))
     normalize = Normalize(data_config, torch.float32, torch.device("cpu"))
-    batch = EvalDataset(val, Transforms(data_config, normalize, [normalize])).__getitems__(
-        np.arange(2)
-    )
+    transforms = Transforms(data_config, normalize, [normalize])
+    batch = EvalDataset(val, transforms).__getitems__(np.arange(2))
     assert batch.images.shape == (2, channels, 32, 32)
     if channels == 3:
         image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         assert torch.equal(batch.images[0], EvalTransform(data_config)(image))
-    with pytest.raises(
-        Refused, match=f"{channels + 1} channels, the model takes {channels}: build it .*in_chans"
-    ):
+    reason = f"{channels + 1} channels, the model takes {channels}: build it .*in_chans"
+    with pytest.raises(Refused, match=reason):
         normalize(torch.zeros(2, channels + 1, 32, 32))
 
 
 def test_an_image_may_have_several_labels() -> None:
     train, val = read(Shells([(image(number), [1, number % 2, 0]) for number in range(20)], "abc"))
-    assert train.multi_label and train.labels.shape[1] == 3 and (len(train), len(val)) == (15, 5)
+    assert train.multi_label
+    assert train.labels.shape[1] == 3
+    assert len(train) == 15
+    assert len(val) == 5
     assert np.array_equal(train.labels[:, 1], train.indices % 2)
 
 
@@ -199,15 +197,16 @@ def test_torchvisions_data_sets_fit(tmp_path: Path) -> None:
     train, _ = read(fake)
     assert np.array_equal(np.asarray(train.image(7)), np.asarray(fake[train.indices[7]][0]))
     _, val = read(ImageFolder(pets(tmp_path)))
-    assert val.classes == ("cat", "dog") and val.labels.tolist() == [0] * 2 + [1] * 3
+    assert val.classes == ("cat", "dog")
+    assert val.labels.tolist() == [0] * 2 + [1] * 3
 
 
-def two(one: object, other: object) -> Shells:
-    return Shells([(image(0), one), (image(0), other)])
+def label_two(first: object, second: object) -> Shells:
+    return Shells([(image(0), first), (image(0), second)])
 
 
 @pytest.mark.parametrize(
-    "data, said",
+    "data, reason",
     [
         (Shells([], "ab"), "Shells has no items"),
         (Shells([(image(0), 0)], "a"), "it needs 2 or more"),
@@ -224,9 +223,12 @@ def two(one: object, other: object) -> Shells:
             Shells([(torch.zeros(4, 4, 4), 0)]),
             r"is a Tensor; an item is a pair: .* a tensor uint8\[C, H, W\]",
         ),
-        (two(0, 2), "item 1 has the label 2; its 2 classes are 0 to 1"),
-        (two("cockle", "whelk"), "has the label whelk, which is none of its classes: cockle"),
-        (two(0.5, 1.0), r"the labels are float64 \[2\]; each of its 2 items has a class id"),
+        (label_two(0, 2), "item 1 has the label 2; its 2 classes are 0 to 1"),
+        (
+            label_two("cockle", "whelk"),
+            "has the label whelk, which is none of its classes: cockle",
+        ),
+        (label_two(0.5, 1.0), r"the labels are float64 \[2\]; each of its 2 items has a class id"),
         (Shells([("a.png", 0), (image(0), 1)]), "1 items are no paths, as item 0 is"),
         (
             Shells([("a.png", 0), ("b.png", 1)] * 4),
@@ -234,6 +236,6 @@ def two(one: object, other: object) -> Shells:
         ),
     ],
 )
-def test_other_objects_are_refused_in_one_line(data: object, said: str) -> None:
-    assert re.search(said, refusal(data))
+def test_other_objects_are_refused_in_one_line(data: object, reason: str) -> None:
+    assert re.search(reason, refusal(data))
     assert "is no table" in refusal(data, label_column="kind")

@@ -44,7 +44,7 @@ class Pictures:
         self.drawn[name] = arguments
 
 
-def samples(multi_label: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_samples(multi_label: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits on a coarse grid, so that ties are common, and labels."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randint(-3, 4, (COUNT, len(NAMES)), generator=generator) / 2
@@ -59,7 +59,7 @@ def samples(multi_label: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 def evaluate(multi_label: bool, folder: Path | None = None) -> Evaluation:
     """An evaluation of a rank's share of the batches, which come in the order of no image."""
-    logits, labels = samples(multi_label)
+    logits, labels = draw_samples(multi_label)
     data = Listed(labels=labels.numpy(), classes=NAMES)
     evaluation = Evaluation(data, "cpu")
     for indices in torch.arange(COUNT).flip(0).split(17)[rank() :: world_size()]:
@@ -68,7 +68,7 @@ def evaluate(multi_label: bool, folder: Path | None = None) -> Evaluation:
     return evaluation
 
 
-def rank_writes(folder: Path, multi_label: bool) -> dict:
+def write_on_rank(folder: Path, multi_label: bool) -> dict:
     evaluation = evaluate(multi_label)
     results = evaluation.results()
     if is_main():
@@ -76,7 +76,7 @@ def rank_writes(folder: Path, multi_label: bool) -> dict:
     return results
 
 
-def rank_draws() -> list[tuple]:
+def draw_on_rank() -> list[tuple]:
     """The mistakes that a rank would draw: index, confidence."""
     evaluation = evaluate(False)
     evaluation.results()
@@ -107,27 +107,33 @@ def test_predictions_are_what_was_counted_on_any_layout(processes, tmp_path, mul
     for ranks in (1, 2, 3):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        results = processes.run(rank_writes, folder, multi_label, ranks=ranks)[0]
+        results = processes.run(write_on_rank, folder, multi_label, ranks=ranks)[0]
         files.append((folder / "predictions.csv").read_bytes())
     assert files[0] == files[1] == files[2], "the same on 1 to 3 processes, byte for byte"
     rows = list(csv.DictReader(files[0].decode().splitlines()))
-    assert [row["path"] for row in rows] == [f"images/{index}.png" for index in range(COUNT)]
-    logits, _ = samples(multi_label)
-    right = [row["label"] == row["predicted"] and row["score"] != "nan" for row in rows]
+    logits, _ = draw_samples(multi_label)
+    num_right = 0
+    losses = []
+    for index, row in enumerate(rows):
+        assert row["path"] == f"images/{index}.png"
+        num_right += row["label"] == row["predicted"] and row["score"] != "nan"
+        losses.append(float(row["loss"]))
+    assert len(rows) == COUNT
     accuracy = results["exact_match" if multi_label else "top1"]
-    assert accuracy == sum(right) / COUNT and 0 < accuracy < 1
-    losses = [float(row["loss"]) for row in rows]
+    assert accuracy == num_right / COUNT
+    assert 0 < accuracy < 1
     assert np.nanmean(losses) == pytest.approx(results["loss"], abs=1e-6)
     assert np.flatnonzero(np.isnan(losses)).tolist() == [UNREAD]
-    assert (rows[UNREAD]["predicted"], rows[UNREAD]["score"]) == ("", "nan")
+    assert rows[UNREAD]["predicted"] == ""
+    assert rows[UNREAD]["score"] == "nan"
     assert results["broken"] == 1
-    shown = [name if name != "=c" else "'=c" for name in NAMES]  # no formula
     if multi_label:
         expected = [";".join(NAMES[k] for k in row.nonzero()[:, 0]) for row in logits > 0]
         probabilities = logits.double().sigmoid()
         scores = torch.maximum(probabilities, 1 - probabilities).amin(1)
     else:
-        expected = [shown[k] for k in logits.argmax(1)]
+        csv_names = ["'=c" if name == "=c" else name for name in NAMES]  # no formula
+        expected = [csv_names[k] for k in logits.argmax(1)]
         scores = logits.double().softmax(1).amax(1)
     for index, row in enumerate(rows):
         if index != UNREAD:
@@ -141,27 +147,30 @@ def test_predictions_are_what_was_counted_on_any_layout(processes, tmp_path, mul
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_mistakes_are_the_most_confident_wrong_ones(processes, ranks: int) -> None:
     """On every rank in the same order. An image that could not be read is no mistake to look at."""
-    logits, labels = samples(False)
+    logits, labels = draw_samples(False)
     confidences, predicted = logits.softmax(1).max(1)
+    confidences = confidences.tolist()
     wrong = (predicted != labels).nonzero()[:, 0].tolist()
-    wrong = [index for index in wrong if index != UNREAD]
-    best = sorted(wrong, key=lambda index: (-confidences[index].item(), index))[:24]
-    expected = [(index, pytest.approx(confidences[index].item(), abs=1e-6)) for index in best]
-    assert processes.run(rank_draws, ranks=ranks) == [expected] * ranks
+    wrong.remove(UNREAD)
+    most_confident = sorted(wrong, key=lambda index: (-confidences[index], index))[:24]
+    expected = [(index, pytest.approx(confidences[index], abs=1e-6)) for index in most_confident]
+    assert processes.run(draw_on_rank, ranks=ranks) == [expected] * ranks
 
 
 def test_the_worst_are_shown_small_by_their_loss() -> None:
     evaluation = evaluate(False)
     evaluation.results()
     columns, *rows = evaluation.worst()
-    assert columns == ("image", "path", "label", "predicted", "score", "loss") and len(rows) == 100
-    logits, labels = samples(False)
+    assert columns == ("image", "path", "label", "predicted", "score", "loss")
+    assert len(rows) == 100
+    logits, labels = draw_samples(False)
     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     losses[UNREAD] = -1
     expected = losses.sort(descending=True).values[:100].tolist()
     assert [row[-1] for row in rows] == pytest.approx(expected, abs=1e-6)
     paths = {row[1] for row in rows}
-    assert len(paths) == 100 and f"images/{UNREAD}.png" not in paths
+    assert len(paths) == 100
+    assert f"images/{UNREAD}.png" not in paths
     sizes = Counter(max(row[0].size) for row in rows)
     assert sizes == {128: 100}
 

@@ -16,15 +16,17 @@ from common.distributed.sharding import get_full_tensor, get_local_tensor
 from common.errors import Refused
 from common.training.optimizer import clip_gradients, unscale_gradients
 
-CLASSES, FEATURES, BATCH = 37, 6, 13
+CLASSES = 37
+FEATURES = 6
+BATCH = 13
 
 
-def body() -> nn.Module:
+def build_body() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, FEATURES)).double()
 
 
-def head_of(kind: str, share: float = 1.0, classes: int = CLASSES) -> MarginHead:
+def build_head(kind: str, share: float = 1.0, classes: int = CLASSES) -> MarginHead:
     options = {
         "kind": kind,
         "scale": 16.0,
@@ -36,7 +38,7 @@ def head_of(kind: str, share: float = 1.0, classes: int = CLASSES) -> MarginHead
     return MarginHead(classes, FEATURES, **options)
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     draws = torch.Generator().manual_seed(step)
     images = torch.randn(BATCH, 5, generator=draws, dtype=torch.float64)
     return images, torch.randint(CLASSES, (BATCH,), generator=draws)
@@ -50,66 +52,68 @@ def prepare(
     head.prepare_step(step, [SimpleNamespace(labels=labels)], plan, is_trial)
 
 
-def dense_losses(
+def compute_dense_losses(
     kind: str, embeddings: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
     """As the papers write it, by autograd."""
     cosines = F.normalize(embeddings) @ F.normalize(weight).T
     true = cosines.gather(1, labels[:, None])
     if kind == "cosface":
-        moved = true - 0.4
+        target = true - 0.4
     else:
         within = true.clamp(-0.999, 0.999).acos() + 0.4 <= math.pi
-        moved = torch.where(within, (true.acos() + 0.4).cos(), true - 0.4 * math.sin(0.4))
-    return F.cross_entropy(
-        16 * cosines.scatter(1, labels[:, None], moved), labels, reduction="none"
-    )
+        target = torch.where(within, (true.acos() + 0.4).cos(), true - 0.4 * math.sin(0.4))
+    logits = 16 * cosines.scatter(1, labels[:, None], target)
+    return F.cross_entropy(logits, labels, reduction="none")
 
 
 @pytest.mark.parametrize("kind", ["cosface", "arcface"])
 def test_losses_and_gradients_are_those_of_plain_torch(kind: str) -> None:
     """Also beyond an angle of pi, where the first sample points away from its class."""
-    head, labels = head_of(kind), batch(0)[1]
-    embeddings = torch.randn(
-        BATCH, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
+    head = build_head(kind)
+    labels = draw_batch(0)[1]
+    generator = torch.Generator().manual_seed(1)
+    embeddings = torch.randn(BATCH, FEATURES, dtype=torch.float64, generator=generator)
     embeddings[0] = -head.weight[labels[0]].detach() + 0.001
     factors = torch.rand(BATCH, dtype=torch.float64)
     results = []
-    for losses_of in (
+    for compute_losses in (
         lambda x: head(x, labels),
-        lambda x: dense_losses(kind, x, head.weight, labels),
+        lambda x: compute_dense_losses(kind, x, head.weight, labels),
     ):
-        head.weight.grad, inputs = None, embeddings.clone().requires_grad_()
+        head.weight.grad = None
+        inputs = embeddings.clone().requires_grad_()
         prepare(head, 0, labels)
-        losses = losses_of(inputs)
+        losses = compute_losses(inputs)
         (losses * factors).sum().backward()
         results.append((losses.detach(), inputs.grad, head.weight.grad))
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_sampled_classes_are_the_positives_and_some_others() -> None:
     """Others than in the step before, and the same when the step is made again. The rest gets no gradient."""
-    head, labels = head_of("cosface", 0.1, 5000), batch(0)[1]
-    chosen = []
+    head = build_head("cosface", 0.1, 5000)
+    labels = draw_batch(0)[1]
+    sampled_by_step = []
     for step in (0, 1, 0):
         prepare(head, step, labels)
         head.weight.grad = None
         head(torch.ones(BATCH, FEATURES, requires_grad=True), labels).sum().backward()
-        chosen.append({*head.weight.grad.abs().sum(1).nonzero()[:, 0].tolist()})
-        assert chosen[-1] >= {*labels.tolist()}
-        assert 420 < len(chosen[-1]) < 580
-    assert chosen[0] == chosen[2] and len(chosen[0] & chosen[1]) < 120
+        sampled = set(head.weight.grad.abs().sum(1).nonzero()[:, 0].tolist())
+        assert sampled.issuperset(labels.tolist())
+        assert 420 < len(sampled) < 580
+        sampled_by_step.append(sampled)
+    first, second, first_again = sampled_by_step
+    assert first == first_again
+    assert len(first & second) < 120
 
 
-def rank_tries(share: float) -> tuple[list, bool]:
+def try_on_rank(share: float) -> tuple[list, bool]:
     """Rank 0 alone, then both; labels are of the other rank's classes, too."""
-    head = head_of("arcface", share)
-    labels, inputs = (
-        torch.tensor([0, CLASSES - 1]),
-        torch.ones(2, FEATURES, dtype=torch.float64, requires_grad=True),
-    )
+    head = build_head("arcface", share)
+    labels = torch.tensor([0, CLASSES - 1])
+    inputs = torch.ones(2, FEATURES, dtype=torch.float64, requires_grad=True)
     if rank() == 0:
         prepare(head, 0, labels, limit=3, is_trial=True)
         head(inputs, labels).sum().backward()
@@ -122,9 +126,10 @@ def rank_tries(share: float) -> tuple[list, bool]:
 
 @pytest.mark.parametrize("share", [1.0, 0.1])
 def test_a_trial_waits_for_no_rank(processes, share: float) -> None:
-    ((expected, _),) = processes.run(rank_tries, share, ranks=1)
-    for losses, is_cut in processes.run(rank_tries, share, ranks=2):
-        assert losses == pytest.approx(expected, rel=1e-12) and is_cut
+    ((expected, _),) = processes.run(try_on_rank, share, ranks=1)
+    for losses, is_cut in processes.run(try_on_rank, share, ranks=2):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        assert is_cut
 
 
 class Fp16:
@@ -138,62 +143,62 @@ class Fp16:
             self.scaler.unscale_(optimizer)
 
 
-def rank_overflows(culprit: int, fused: bool) -> tuple[float, float, float]:
-    """One number of a rank's part of the head's gradient is infinite: scale and norm, and how far
-    the weights moved.
+def overflow_on_rank(culprit: int, fused: bool) -> tuple[float, float, float]:
+    """One number of a rank's part of the head's gradient is infinite: scale, how far the weights
+    moved, and norm.
     """
-    model, accelerator = body().float(), Fp16()
-    model.margin_head = head_of("cosface").float()
-    head, (images, labels) = model.margin_head, batch(0)
-    optimizer = torch.optim.AdamW(
-        [{"params": [*model[0].parameters()]}, {"params": [head.weight]}], lr=1.0, fused=fused
-    )
+    model = build_body().float()
+    accelerator = Fp16()
+    head = build_head("cosface").float()
+    model.margin_head = head
+    images, labels = draw_batch(0)
+    groups = [{"params": list(model[0].parameters())}, {"params": [head.weight]}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, fused=fused)
     prepare(head, 0, labels)
     accelerator.scaler.scale(head(model[:3](images.float()), labels).sum()).backward()
-    before = [
-        get_local_tensor(weight).detach().clone() for weight in (model[0].weight, head.weight)
-    ]
+    weights = [get_local_tensor(weight).detach() for weight in (model[0].weight, head.weight)]
+    before = [weight.clone() for weight in weights]
     if rank() == culprit:
         get_local_tensor(head.weight.grad)[1, 2] = torch.inf
     unscale_gradients(accelerator, [optimizer], list(model.parameters()))
     norm = clip_gradients(model.parameters(), 0, "norm").item()
     accelerator.scaler.step(optimizer)
     accelerator.scaler.update()
-    after = [get_local_tensor(weight).detach() for weight in (model[0].weight, head.weight)]
-    moved = [(new - old).abs().max().item() for new, old in zip(after, before, strict=True)]
+    moved = [(new - old).abs().max().item() for new, old in zip(weights, before, strict=True)]
     assert (min(moved) > 0) == (max(moved) > 0)
     return accelerator.scaler.get_scale(), max(moved), norm
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_overflow_of_one_part_is_a_step_that_all_ranks_skip(processes, fused: bool) -> None:
-    ((_, _, expected),) = processes.run(rank_overflows, -1, fused, ranks=1)
-    for scale, moved, norm in processes.run(rank_overflows, -1, fused, ranks=2):
-        assert scale == 16.0 and moved > 0 and norm == pytest.approx(expected, rel=1e-5), (
-            "unscaled as on one process"
-        )
-    for scale, moved, norm in processes.run(rank_overflows, 1, fused, ranks=2):
-        assert (scale, moved) == (8.0, 0.0) and not math.isfinite(norm)
+    ((_, _, expected),) = processes.run(overflow_on_rank, -1, fused, ranks=1)
+    for scale, moved, norm in processes.run(overflow_on_rank, -1, fused, ranks=2):
+        assert scale == 16.0
+        assert moved > 0
+        assert norm == pytest.approx(expected, rel=1e-5), "unscaled as on one process"
+    for scale, moved, norm in processes.run(overflow_on_rank, 1, fused, ranks=2):
+        assert scale == 8.0
+        assert moved == 0.0
+        assert not math.isfinite(norm)
 
 
-def rank_builds() -> list:
+def build_on_rank() -> list:
     if world_size() > 1:
-        with pytest.raises(
-            Refused, match="4 classes leave some of 3 processes without one: start fewer"
-        ):
-            head_of("cosface", classes=4)
-    return get_full_tensor(head_of("cosface", classes=2500).weight.detach()).tolist()
+        reason = "4 classes leave some of 3 processes without one: start fewer"
+        with pytest.raises(Refused, match=reason):
+            build_head("cosface", classes=4)
+    return get_full_tensor(build_head("cosface", classes=2500).weight.detach()).tolist()
 
 
 def test_first_weights_do_not_depend_on_the_layout(processes) -> None:
     """More classes than are drawn at once."""
-    expected = processes.run(rank_builds, ranks=1)
+    expected = processes.run(build_on_rank, ranks=1)
     assert torch.tensor(expected).std().item() == pytest.approx(0.01, rel=0.05)
-    assert processes.run(rank_builds, ranks=3) == expected * 3
+    assert processes.run(build_on_rank, ranks=3) == expected * 3
 
 
 def test_soft_labels_are_refused() -> None:
     with pytest.raises(Refused, match="one class id per image: leave out --mixup"):
-        head_of("cosface")(torch.ones(2, FEATURES), torch.ones(2, CLASSES))
+        build_head("cosface")(torch.ones(2, FEATURES), torch.ones(2, CLASSES))
     with pytest.raises(Refused, match="share=0; take cosface or arcface, and a share in"):
-        head_of("cosface", share=0)
+        build_head("cosface", share=0)

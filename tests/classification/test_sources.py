@@ -37,7 +37,7 @@ def read(data, seed=0, val_share=0.25, **options):
     return load(Spec(str(data), seed, val_share, **options))
 
 
-def alone(data, split="", **options):
+def read_split(data, split="", **options):
     return read(data, split=split, is_eval_only=True, **options)[1]
 
 
@@ -62,16 +62,22 @@ def test_a_fixed_stratified_fifth_of_the_digits_is_held_out():
     train, val = read("digits", seed=0)
     shares = np.bincount(val.labels) / (np.bincount(train.labels) + np.bincount(val.labels))
     assert np.abs(shares - 0.2).max() < 0.005
-    assert sorted([*train.rows, *val.rows]) == list(range(1797))
-    assert train.classes == tuple("0123456789") and not train.multi_label
-    image, row = val.image(5), val.rows[5]
-    assert val.name(5) == f"digits[{row}]" and val.labels[5] == load_digits().target[row]
+    assert sorted(np.append(train.rows, val.rows)) == list(range(1797))
+    assert train.classes == tuple("0123456789")
+    assert not train.multi_label
+    image = val.image(5)
+    row = val.rows[5]
+    assert val.name(5) == f"digits[{row}]"
+    assert val.labels[5] == load_digits().target[row]
     small = np.asarray(image.resize((8, 8), Image.Resampling.BOX))[..., 0] / 255 * 16
-    assert image.mode == "RGB" and np.abs(small - load_digits().images[row]).mean() < 1
+    assert image.mode == "RGB"
+    assert np.abs(small - load_digits().images[row]).mean() < 1
     # Results compare across seeds.
-    for same in (read("digits", seed=1, val_share=0.5)[1], alone("digits", is_training_data=True)):
-        assert train.fingerprint != val.fingerprint == same.fingerprint
-    assert alone("digits", "train").fingerprint == train.fingerprint
+    _, with_another_seed = read("digits", seed=1, val_share=0.5)
+    held_out = read_split("digits", is_training_data=True)
+    assert train.fingerprint != val.fingerprint
+    assert val.fingerprint == with_another_seed.fingerprint == held_out.fingerprint
+    assert read_split("digits", "train").fingerprint == train.fingerprint
 
 
 # ---- folders
@@ -90,10 +96,13 @@ TWO_VAL = {
 BOTH = {"train/cat": 1, "train/dog": 1, "heldout/cat": 1, "heldout/dog": 1}
 NO_TRAIN = {"val/cat": 1, "val/dog": 1, "test/cat": 1, "test/dog": 1}
 DEEP = {"bus/a/b": 4, "train/a": 4, "tram": 4}
-ALL, KEPT, OUT = "the folder", "75 % of the folder", "25 % held out of the folder"
+ALL = "the folder"
+KEPT = "75 % of the folder"
+OUT = "25 % held out of the folder"
 AFTER_TREINO = "validação/; teste/: for --split test"
-TWO_TRAINED, NAN = {"train/cat": 1, "train/dog": 1}, float("nan")
-ALONE, HELD_OUT = {"is_eval_only": True}, {"is_eval_only": True, "is_training_data": True}
+TWO_TRAINED = {"train/cat": 1, "train/dog": 1}
+ALONE = {"is_eval_only": True}
+HELD_OUT = {"is_eval_only": True, "is_training_data": True}
 
 # folders with their numbers of images, flags -> numbers of images, what is trained on, what is
 # evaluated
@@ -145,43 +154,51 @@ FOLDERS = [
 @pytest.mark.parametrize("folders, flags, counts, trained, evaluated", FOLDERS)
 def test_folders_are_parts_or_classes(tmp_path, folders, flags, counts, trained, evaluated):
     train, val = read(tree(tmp_path, folders), **flags)
-    assert (len(train), len(val), train.part, val.part) == (*counts, trained, evaluated)
-    assert train.classes == val.classes and train.labels.dtype == np.int64
+    assert (len(train), len(val)) == counts
+    assert train.part == trained
+    assert val.part == evaluated
+    assert train.classes == val.classes
+    assert train.labels.dtype == np.int64
     for source in (train, val):
         for index, name in enumerate(names(source, tmp_path)):
             assert source.classes[source.labels[index]] in Path(name).parts
             assert source.image(np.int64(index)).getpixel((0, 0))[0] == int(Path(name).stem)
 
 
-USUAL = """train,val,test TRAIN,VALID,TESTING training,validation,testing train_images,dev,test_images
-    training_set,validation_set,test_set train2017,val2017,test2017 seg_train,eval,seg_test"""
+USUAL_NAMES = (
+    "train,val,test",
+    "TRAIN,VALID,TESTING",
+    "training,validation,testing",
+    "train_images,dev,test_images",
+    "training_set,validation_set,test_set",
+    "train2017,val2017,test2017",
+    "seg_train,eval,seg_test",
+    "Train Data,Validation Data,Test Data",
+)
 
 
 def test_parts_are_known_by_their_usual_names():
-    for names in (
-        *(names.split(",") for names in USUAL.split()),
-        ["Train Data", "Validation Data", "Test Data"],
-    ):
-        assert [*map(get_split_kind, names)] == ["train", "val", "test"]
-    assert [*map(get_split_kind, ("trainval", "cat", "tram", "testament"))] == [
-        "trainval",
-        "",
-        "",
-        "",
-    ]
+    for line in USUAL_NAMES:
+        train, val, test = line.split(",")
+        assert get_split_kind(train) == "train"
+        assert get_split_kind(val) == "val"
+        assert get_split_kind(test) == "test"
+    assert get_split_kind("trainval") == "trainval"
+    for name in ("cat", "tram", "testament"):
+        assert get_split_kind(name) == ""
     deep = {
         "train": ["/val/train/en/0.tar", "/val/extra/0.tar"],
         "val": ["/val/dev/en/0.tar", "/val/Val-1/fr/0.tar"],
     }
-    assert group_by_split([*deep["train"], *deep["val"]]) == deep
-    assert group_by_split(["/test/a.csv", "/test/b.csv"]) == {
-        "train": ["/test/a.csv", "/test/b.csv"]
-    }
+    assert group_by_split(deep["train"] + deep["val"]) == deep
+    files = ["/test/a.csv", "/test/b.csv"]
+    assert group_by_split(files) == {"train": files}
     signed = {"train": ["https://h/a.tar?val"], "test": ["https://h/test_0.tar?val"]}
-    assert group_by_split([*signed["train"], *signed["test"]]) == signed
+    assert group_by_split(signed["train"] + signed["test"]) == signed
 
 
-NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+NFC = unicodedata.normalize("NFC", "café")
+NFD = unicodedata.normalize("NFD", "café")
 HEIC = dict.fromkeys((f"cat/{n}.HEIC" for n in range(9)), "")
 TINY = {
     "val/images": 4,
@@ -205,7 +222,7 @@ BAD_FOLDERS = [
     (FLAT, {"label_column": "label"}, "is no table, so leave out --image_column"),
     (FLAT, {"val_share": 0.01}, "--val_share 0.01 of at most 12 images per class holds out none"),
     (
-        FLAT | dict.fromkeys((f"cat/{n}.HEIC" for n in range(9)), ""),
+        FLAT | HEIC,
         {},
         "cat: most of its 17 images would be left out: 9 (.heic)",
     ),
@@ -251,10 +268,9 @@ BAD_FOLDERS = [
         {"group_column": "folder"},
         "--group_column folder: nothing is held out, since Val/ is evaluated; leave it",
     ),
-    *(
-        (FLAT, {"val_share": part}, f"--val_share {part}: must lie between 0 and 1")
-        for part in (0, 1, NAN)
-    ),
+    (FLAT, {"val_share": 0}, "--val_share 0: must lie between 0 and 1"),
+    (FLAT, {"val_share": 1}, "--val_share 1: must lie between 0 and 1"),
+    (FLAT, {"val_share": float("nan")}, "--val_share nan: must lie between 0 and 1"),
 ]
 
 
@@ -282,39 +298,29 @@ def test_images_are_known_by_their_content_and_others_named(tmp_path):
 
 
 def test_class_names_that_look_the_same_are_the_same(tmp_path):
-    train, val = read(
-        tree(tmp_path, {f"train/{NFD}": 2, "train/tea ": 2, f"val/{NFC}": 3, "val/tea": 4})
-    )
-    assert train.classes == val.classes == (NFD, "tea ") and val.class_counts.tolist() == [3, 4]
+    folders = {f"train/{NFD}": 2, "train/tea ": 2, f"val/{NFC}": 3, "val/tea": 4}
+    train, val = read(tree(tmp_path, folders))
+    assert train.classes == val.classes == (NFD, "tea ")
+    assert val.class_counts.tolist() == [3, 4]
 
 
 def test_tiny_imagenets_list_names_the_classes(tmp_path):
     _, val = read(tree(tmp_path, {"train/cat/images": 2, "train/dog/images": 2} | TINY))
-    assert names(val, tmp_path) == [
-        f"val/images/{n}.png" for n in range(4)
-    ] and val.labels.tolist() == [0, 1, 1, 1]
-    assert val.classes == ("cat", "dog") and reds(val) == [0, 1, 2, 3]
+    assert names(val, tmp_path) == [f"val/images/{n}.png" for n in range(4)]
+    assert val.labels.tolist() == [0, 1, 1, 1]
+    assert val.classes == ("cat", "dog")
+    assert reds(val) == [0, 1, 2, 3]
 
 
 def test_a_list_with_letters_composed_otherwise_is_explained(tmp_path):
-    tree(
-        tmp_path,
-        {
-            NFD: 4,
-            "list.csv": "file,kind\n" + "".join(f"{NFC}/{n}.png,{'ab'[n % 2]}\n" for n in range(4)),
-        },
-    )
-    text = refusal(tmp_path / "list.csv")
-    assert (
-        f"4 of 4 images are missing, the first is {tmp_path}/{NFC}/0.png (there with its letters "
-        "composed" in text
-    )
+    rows = "".join(f"{NFC}/{n}.png,{'ab'[n % 2]}\n" for n in range(4))
+    tree(tmp_path, {NFD: 4, "list.csv": f"file,kind\n{rows}"})
+    missing = f"4 of 4 images are missing, the first is {tmp_path}/{NFC}/0.png"
+    assert f"{missing} (there with its letters composed" in refusal(tmp_path / "list.csv")
 
 
 def test_folders_that_all_classes_have_are_named(tmp_path):
-    train, _ = read(
-        tree(tmp_path, {f"{kind}/{site}": 4 for kind in ("cat", "dog") for site in ("in", "out")})
-    )
+    train, _ = read(tree(tmp_path, {"cat/in": 4, "cat/out": 4, "dog/in": 4, "dog/out": 4}))
     assert train.notes == (
         "the classes cat, dog each have in/ and out/ in them: if those are the classes, name the "
         "folders above train and val",
@@ -327,42 +333,42 @@ def test_folders_that_all_classes_have_are_named(tmp_path):
 def test_a_group_is_on_one_side_and_classes_keep_their_share(tmp_path):
     """20 patients with 1 to 8 images each, some in both classes: in folders, a CSV file and Parquet."""
     generator = np.random.default_rng(0)
-    counts = {
-        f"{kind}/p{n}": int(generator.integers(1, 5))
-        for n in range(20)
-        for kind in ("cat", "dog")[n % 3 == 0 :]
-    }
+    counts = {}
+    for n in range(20):
+        kinds = ("dog",) if n % 3 == 0 else ("cat", "dog")
+        for kind in kinds:
+            counts[f"{kind}/p{n}"] = int(generator.integers(1, 5))
     tree(tmp_path / "images", counts)
-    rows = [
-        f"images/{patient}/{n}.png,{patient.split('/')[0]},{patient[5:]}"
-        for patient in counts
-        for n in range(counts[patient])
-    ]
-    (tmp_path / "a.csv").write_text("\n".join(["file,kind,person", *rows]))
-    pq.write_table(pa.csv.read_csv(tmp_path / "a.csv"), tmp_path / "a.parquet")
+    lines = ["file,kind,person"]
+    for patient, count in counts.items():
+        kind, person = patient.split("/p")
+        for n in range(count):
+            lines.append(f"images/{patient}/{n}.png,{kind},{person}")
+    csv = tmp_path / "a.csv"
+    csv.write_text("\n".join(lines))
+    pq.write_table(pa.csv.read_csv(csv), tmp_path / "a.parquet")
     for data, column in (("images", "folder"), ("a.csv", "person"), ("a.parquet", "person")):
-        columns = {} if data == "images" else {"image_column": "file"}
-        options = {"seed": 3, "group_column": column} | columns
+        options = {"seed": 3, "group_column": column}
+        if data != "images":
+            options["image_column"] = "file"
         train, val = read(tmp_path / data, **options)
-        held_out = {Path(name).parent.name for name in names(val, tmp_path)}
-        assert held_out and not held_out & {
-            Path(name).parent.name for name in names(train, tmp_path)
-        }
+        train_patients = {Path(name).parent.name for name in names(train, tmp_path)}
+        val_patients = {Path(name).parent.name for name in names(val, tmp_path)}
+        assert val_patients
+        assert not val_patients & train_patients
         shares = val.class_counts / (train.class_counts + val.class_counts)
         assert val.part.endswith(f" by {column}")
         assert np.abs(shares - 0.25).max() < 0.07  # of 33 and 55 images, in groups of 1 to 8
-        again = alone(tmp_path / data, is_training_data=True, **options)
-        assert names(again, tmp_path) == names(val, tmp_path)
-        assert names(read(tmp_path / data, **options | {"seed": 4})[1], tmp_path) != names(
-            val, tmp_path
-        )
-    assert "--group_column who: is no column of --data" in refusal(
-        tmp_path / "a.csv", group_column="who", label_column="kind", **columns
-    )
-    (tmp_path / "a.csv").write_text("\n".join(["file,kind,person", *rows, "images/x.png,cat,"]))
-    assert f"row {len(rows)} has nothing in --group_column person" in refusal(
-        tmp_path / "a.csv", group_column="person", **columns
-    )
+        held_out = read_split(tmp_path / data, is_training_data=True, **options)
+        assert names(held_out, tmp_path) == names(val, tmp_path)
+        options["seed"] = 4
+        _, with_another_seed = read(tmp_path / data, **options)
+        assert names(with_another_seed, tmp_path) != names(val, tmp_path)
+    reason = "--group_column who: is no column of --data"
+    assert reason in refusal(csv, group_column="who", label_column="kind", image_column="file")
+    csv.write_text("\n".join(lines + ["images/x.png,cat,"]))
+    reason = f"row {len(lines) - 1} has nothing in --group_column person"
+    assert reason in refusal(csv, group_column="person", image_column="file")
 
 
 def test_rows_of_an_image_are_on_one_side(tmp_path):
@@ -370,10 +376,11 @@ def test_rows_of_an_image_are_on_one_side(tmp_path):
     for number in range(12):
         picture(tmp_path / f"{number}.png", number)
     lines = [f"{n}.png,{'ab'[n % 2]}" for n in range(12)] * 3
-    (tmp_path / "a.csv").write_text("\n".join(["file,kind", *lines]))
-    labelled(list("ab") * 18).map(
+    (tmp_path / "a.csv").write_text("\n".join(["file,kind"] + lines))
+    with_copies = labelled(list("ab") * 18).map(
         lambda _, row: {"image": png(row % 12)}, with_indices=True
-    ).to_parquet(tmp_path / "b.parquet")
+    )
+    with_copies.to_parquet(tmp_path / "b.parquet")
     tree(tmp_path / "c", {"a": 6, "b": 6})
     for number in range(6):
         for copy in "xy":
@@ -384,25 +391,23 @@ def test_rows_of_an_image_are_on_one_side(tmp_path):
         ("c", 12, "a/x0.png"),
     ):
         train, val = read(tmp_path / data)
-        assert not {*reds(train)} & {*reds(val)} or (data == "c" and len(train) + len(val) == 24)
-        assert (
-            f"{copies} of {len(train) + len(val)} images are copies, by path or bytes, of others"
-            in train.notes[0]
-        )
+        num_images = len(train) + len(val)
+        train_reds = set(reds(train))
+        assert train_reds.isdisjoint(reds(val)) or (data == "c" and num_images == 24)
+        note = f"{copies} of {num_images} images are copies, by path or bytes, of others"
+        assert note in train.notes[0]
         assert train.notes[0].endswith(first)
-        assert 0.15 <= len(val) / (len(train) + len(val)) <= 0.35
-    originals = {(label, red) for label, red in zip(val.labels.tolist(), reds(val), strict=True)}
-    assert not originals & {
-        (label, red) for label, red in zip(train.labels.tolist(), reds(train), strict=True)
-    }
+        assert 0.15 <= len(val) / num_images <= 0.35
+    train_originals = set(zip(train.labels.tolist(), reds(train), strict=True))
+    val_originals = set(zip(val.labels.tolist(), reds(val), strict=True))
+    assert not val_originals & train_originals
     for kind in "ab":
         for number in range(6):
             picture(tmp_path / f"d/{kind}/{number}.png", 3)
     train, val = read(tmp_path / "d")
-    assert (len(train), len(val)) == (
-        8,
-        4,
-    ) and "of others on any side, since few images are differ" in train.notes[0]
+    assert len(train) == 8
+    assert len(val) == 4
+    assert "of others on any side, since few images are differ" in train.notes[0]
 
 
 def test_images_of_train_in_val_are_counted_or_refused(tmp_path):
@@ -413,7 +418,7 @@ def test_images_of_train_in_val_are_counted_or_refused(tmp_path):
             _, val = read(tmp_path)
             text = "2 of 8 images are in train/, too, by path or bytes, first"
             assert val.notes == (f"{text} {tmp_path}/val/dog/0.png",)
-            assert not alone(tmp_path).notes
+            assert not read_split(tmp_path).notes
     assert "val/: 5 of 9 images are in train/, too, by path or bytes, first" in refusal(tmp_path)
     assert len(read(tmp_path, split="train")[1]) == 8  # as it was asked for
 
@@ -424,34 +429,29 @@ def test_paths_of_nothing_are_refused(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("a,b")
     assert "a file of a kind that is not known; expected digits" in refusal(tmp_path / "notes.txt")
     assert "leave out --image_column" in refusal("digits", image_column="image")
-    monkeypatch.setattr(
-        os,
-        "scandir",
-        MagicMock(side_effect=PermissionError(13, "Permission denied", str(tmp_path))),
-    )
+    denied = PermissionError(13, "Permission denied", str(tmp_path))
+    monkeypatch.setattr(os, "scandir", MagicMock(side_effect=denied))
     assert f"no permission to read {tmp_path}" in refusal(tmp_path)
 
 
-def test_the_hold_out_is_stratified_and_stays_when_files_come(
-    tmp_path,
-):
+def test_the_hold_out_is_stratified_and_stays_when_files_come(tmp_path):
     root = pets(tmp_path / "a", cats=20, dogs=20)
     train, val = read(root, seed=1)
-    assert np.bincount(train.labels).tolist() == [15, 15] and np.bincount(val.labels).tolist() == [
-        5,
-        5,
-    ]
+    assert np.bincount(train.labels).tolist() == [15, 15]
+    assert np.bincount(val.labels).tolist() == [5, 5]
     held_out = names(val, root)
-    assert len({*names(train, root), *held_out}) == 40
-    assert names(alone(root, seed=1, is_training_data=True), root) == held_out
+    assert len(set(names(train, root) + held_out)) == 40
+    assert names(read_split(root, seed=1, is_training_data=True), root) == held_out
     assert any(names(read(root, seed=seed)[1], root) != held_out for seed in (2, 3, 4))
-    root, before = root.rename(tmp_path / "b"), {*held_out}
-    assert {*names(read(root, seed=1)[1], root)} == before
+    root = root.rename(tmp_path / "b")
+    before = set(held_out)
+    assert set(names(read(root, seed=1)[1], root)) == before
     for index in range(20, 24):
         picture(root / f"cat/{index}.png", index)
-        after = {*names(read(root, seed=1)[1], root)}
-        assert len((before ^ after) - {f"cat/{index}.png"}) <= 1
-        assert not any(name.startswith("dog") for name in before ^ after)
+        after = set(names(read(root, seed=1)[1], root))
+        changed = before ^ after
+        assert len(changed - {f"cat/{index}.png"}) <= 1
+        assert not any(name.startswith("dog") for name in changed)
         before = after
 
 
@@ -459,49 +459,52 @@ def test_images_are_found_through_links_and_under_odd_names(tmp_path):
     """Never hidden ones. Links do not lead in circles, and a dangling one is a broken image."""
     pets(tmp_path / "store", cats=2, dogs=2)
     root = tmp_path / "data"
-    for name in (
-        "cat/UPPER.PNG cat/.hidden.png cat/.thumbnails/0.png .git/0.png beside.png cat/odd.png"
-    ).split():
+    visible = ("cat/UPPER.PNG", "cat/odd.png")
+    for name in visible + ("cat/.hidden.png", "cat/.thumbnails/0.png", ".git/0.png", "beside.png"):
         picture(root / name)
     (root / "cat/notes.txt").write_text("no image")
     os.rename(root / "cat/odd.png", os.fsencode(root) + b"/cat/\xff\xfe.png")
-    for link, to in {
+    for link, target in {
         "dog": "store/dog",
         "cat/linked": "store/cat",
         "cat/circle": "data/cat",
         "cat/gone.png": "gone",
     }.items():
-        (root / link).symlink_to(tmp_path / to)
-    found = {
-        name: (source, index)
-        for source in read(root)
-        for index, name in enumerate(names(source, root))
-    }
-    of_cats = ("UPPER", "\\xff\\xfe", "gone", "linked/0", "linked/1")
-    assert {*map(str.lower, found)} == {f"cat/{name}.png".lower() for name in of_cats} | {
+        (root / link).symlink_to(tmp_path / target)
+    by_name = {}
+    for source in read(root):
+        for index, name in enumerate(names(source, root)):
+            by_name[name] = (source, index)
+    assert {name.lower() for name in by_name} == {
+        "cat/upper.png",
+        "cat/\\xff\\xfe.png",
+        "cat/gone.png",
+        "cat/linked/0.png",
+        "cat/linked/1.png",
         "dog/0.png",
         "dog/1.png",
     }
-    source, index = found.pop("cat/gone.png")
+    source, index = by_name.pop("cat/gone.png")
     with pytest.raises(BrokenImage, match="No such file"):
         source.image(index)
-    assert all(source.image(index).size == (4, 3) for source, index in found.values())
+    for source, index in by_name.values():
+        assert source.image(index).size == (4, 3)
 
 
-def listed(root: Path) -> Path:
+def list_images(root: Path) -> Path:
     """A list of absolute paths."""
     rows = [f"{path},{path.parent.name}\n" for path in sorted(root.rglob("*.png"))]
-    (root / "list.csv").write_text("".join(["image,label\n", *rows]))
+    (root / "list.csv").write_text("image,label\n" + "".join(rows))
     return root / "list.csv"
 
 
-@pytest.mark.parametrize("data_of", [Path, listed])
-def test_a_fingerprint_is_of_the_content_not_of_the_place(tmp_path, data_of):
+@pytest.mark.parametrize("get_data", [Path, list_images])
+def test_a_fingerprint_is_of_the_content_not_of_the_place(tmp_path, get_data):
     def fingerprints(root: Path) -> list[str]:
-        return [source.fingerprint for source in read(data_of(root))]
+        return [source.fingerprint for source in read(get_data(root))]
 
-    first = fingerprints(pets(tmp_path / "a"))
-    assert fingerprints(pets(tmp_path / "elsewhere/b")) == first
+    original = fingerprints(pets(tmp_path / "a"))
+    assert fingerprints(pets(tmp_path / "elsewhere/b")) == original
     changes = [
         lambda root: picture(root / "cat/99.png"),
         lambda root: (root / "cat/0.png").write_bytes(b"another size"),
@@ -510,7 +513,7 @@ def test_a_fingerprint_is_of_the_content_not_of_the_place(tmp_path, data_of):
     ]
     for index, change in enumerate(changes):
         change(pets(tmp_path / str(index)))
-        assert fingerprints(tmp_path / str(index)) != first, index
+        assert fingerprints(tmp_path / str(index)) != original, index
 
 
 @pytest.mark.parametrize("run", ["runs/first", "first", "cat/mine", "train/runs/first"])
@@ -518,34 +521,33 @@ def test_runs_in_the_data_folder_are_no_data(tmp_path, run):
     """As `--data .` leaves them there, and as the present run has made its own folder before."""
     root = pets(tmp_path / "train").parent if run.startswith("train/") else pets(tmp_path)
     before = [source.fingerprint for source in read(root)]
-    tree(
-        root / run, {".lock": "", "log.txt": "", "pictures/first_batch.png": 3, "best/model.png": 4}
-    )
+    files = {".lock": "", "log.txt": "", "pictures/first_batch.png": 3, "best/model.png": 4}
+    tree(root / run, files)
     train, val = read(root)
-    assert [train.fingerprint, val.fingerprint] == before and train.classes == ("cat", "dog")
+    assert [train.fingerprint, val.fingerprint] == before
+    assert train.classes == ("cat", "dog")
     is_beside_classes = run in ("runs/first", "first")
-    assert (
-        f"left out: runs of these recipes in {run.split('/')[0]}/" in train.notes
-    ) == is_beside_classes
+    note = f"left out: runs of these recipes in {run.split('/')[0]}/"
+    assert (note in train.notes) == is_beside_classes
 
 
 def test_runs_that_recorded_whole_paths_still_know_their_data(tmp_path):
-    def recorded_by_0_2_0(source) -> str:
-        digest = hashlib.blake2b(
-            json.dumps([source.classes, source.labels.shape]).encode(), digest_size=16
-        )
+    def compute_as_0_2_0(source) -> str:
+        header = json.dumps([source.classes, source.labels.shape])
+        digest = hashlib.blake2b(header.encode(), digest_size=16)
         names = [source.name(index) for index in range(len(source))]
         for content in (source.labels.tobytes(), source.sizes.tobytes(), repr(names).encode()):
             digest.update(content)
         return digest.hexdigest()[:12]
 
-    train, val = read(listed(pets(tmp_path / "a")))
-    recorded = f"{recorded_by_0_2_0(train)}-{recorded_by_0_2_0(val)}"
-    assert recorded != join_fingerprints(train, val)
-    assert is_fingerprint(recorded, train, val) and is_fingerprint(
-        join_fingerprints(train, val), train, val
-    )
-    assert not is_fingerprint(recorded, val, train) and not is_fingerprint("", train, val)
+    train, val = read(list_images(pets(tmp_path / "a")))
+    recorded = f"{compute_as_0_2_0(train)}-{compute_as_0_2_0(val)}"
+    present = join_fingerprints(train, val)
+    assert recorded != present
+    assert is_fingerprint(recorded, train, val)
+    assert is_fingerprint(present, train, val)
+    assert not is_fingerprint(recorded, val, train)
+    assert not is_fingerprint("", train, val)
 
 
 # ---- tables
@@ -561,10 +563,10 @@ def table(count: int = 20, feature: object = None, **columns) -> datasets.Datase
     """Images whose first pixel's red is their row, others for another `count`; labels go round
     three classes.
     """
-    columns = columns or {"label": [row % 3 for row in range(count)]}
-    data = datasets.Dataset.from_dict(
-        {"image": [png(row, count) for row in range(count)], **columns}
-    )
+    if not columns:
+        columns = {"label": [row % 3 for row in range(count)]}
+    images = [png(row, count) for row in range(count)]
+    data = datasets.Dataset.from_dict({"image": images} | columns)
     data = data.cast_column("image", datasets.Image())
     return data.cast_column("label", feature) if feature else data
 
@@ -574,7 +576,7 @@ def labelled(labels: list, feature: object = None) -> datasets.Dataset:
 
 
 def classified(count: int = 20, class_names="abc") -> datasets.Dataset:
-    return table(count, datasets.ClassLabel(names=[*class_names]))
+    return table(count, datasets.ClassLabel(names=list(class_names)))
 
 
 def saved(root: Path, **splits: datasets.Dataset) -> Path:
@@ -584,32 +586,31 @@ def saved(root: Path, **splits: datasets.Dataset) -> Path:
 
 def check_rows(*sources):
     for source in sources:
-        assert reds(source) == source.rows.tolist() and source.labels.tolist() == [
-            row % 3 for row in source.rows
-        ]
-        assert (
-            source.labels.dtype == np.int64
-            and not source.multi_label
-            and len(source.fingerprint) == 32
-        )
+        assert reds(source) == source.rows.tolist()
+        assert source.labels.tolist() == (source.rows % 3).tolist()
+        assert source.labels.dtype == np.int64
+        assert not source.multi_label
+        assert len(source.fingerprint) == 32
 
 
 def test_saved_data_and_parquet_hold_out_the_same_rows(tmp_path):
-    data, found = classified(30), []
+    data = classified(30)
     data.save_to_disk(tmp_path / "saved")
     (tmp_path / "folder").mkdir()
     for half in range(2):
         data.shard(2, half, contiguous=True).to_parquet(tmp_path / f"folder/{half}.parquet")
-    for place in ("saved", "folder", "folder/*.parquet"):
-        train, val = read(tmp_path / place)
+    splits = []
+    for path in ("saved", "folder", "folder/*.parquet"):
+        train, val = read(tmp_path / path)
         assert train.classes == val.classes == ("a", "b", "c")
         check_rows(train, val)
-        assert sorted([*train.rows, *val.rows]) == list(range(30))
+        held_out = val.rows.tolist()
+        assert sorted(train.rows.tolist() + held_out) == list(range(30))
         assert np.bincount(val.labels).tolist() == [3, 3, 3]  # a quarter of 10, rounded up
-        assert val.name(0) == f"{tmp_path / place} train[{val.rows[0]}]"
-        found.append((val.rows.tolist(), train.fingerprint, val.fingerprint))
-    assert found == found[:1] * 3
-    assert read(tmp_path / "saved", seed=1)[1].rows.tolist() != found[0][0]
+        assert val.name(0) == f"{tmp_path / path} train[{held_out[0]}]"
+        splits.append((held_out, train.fingerprint, val.fingerprint))
+    assert splits[0] == splits[1] == splits[2]
+    assert read(tmp_path / "saved", seed=1)[1].rows.tolist() != held_out
 
 
 def test_a_split_to_evaluate_on_is_used_as_it_is(tmp_path):
@@ -619,46 +620,47 @@ def test_a_split_to_evaluate_on_is_used_as_it_is(tmp_path):
         for file in (f"folder/data/{name}-00000-of-00001.parquet", f"nested/{name}/0000.parquet"):
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             split.to_parquet(tmp_path / file)
-    for place in ("saved", "folder", "nested"):
-        train, val = read(tmp_path / place, val_share=7)  # not asked for, so not judged
-        part = "Dev" if place == "saved" else "val"
-        assert (len(train), len(val), val.name(5)) == (9, 6, f"{tmp_path / place} {part}[5]")
+    for path in ("saved", "folder", "nested"):
+        train, val = read(tmp_path / path, val_share=7)  # not asked for, so not judged
+        split = "Dev" if path == "saved" else "val"
+        assert len(train) == 9
+        assert len(val) == 6
+        assert val.name(5) == f"{tmp_path / path} {split}[5]"
         check_rows(train, val)
-    assert (alone(tmp_path / "saved", "dev").part, len(alone(tmp_path / "saved"))) == (
-        "split Dev",
-        6,
-    )
+    assert read_split(tmp_path / "saved", "dev").part == "split Dev"
+    assert len(read_split(tmp_path / "saved")) == 6
     splits["train"].to_parquet(tmp_path / "test.parquet")
-    assert [
-        len(alone(tmp_path / "test.parquet", is_training_data=held_out))
-        for held_out in (False, True)
-    ] == [9, 3]
+    assert len(read_split(tmp_path / "test.parquet")) == 9
+    assert len(read_split(tmp_path / "test.parquet", is_training_data=True)) == 3
 
 
 def test_lists_of_labels_are_several_labels_of_an_image(tmp_path):
     tags = [[0], [0, 2], [], [1, 2], [2]]
     named = datasets.List(datasets.ClassLabel(names=["x", "y", "z", "never"]))
     labelled(tags, named).save_to_disk(tmp_path / "named")
-    labelled([["xyz"[tag] for tag in row] for row in tags]).save_to_disk(tmp_path / "text")
-    for place, expected in {"named": ("x", "y", "z", "never"), "text": ("x", "y", "z")}.items():
-        for source, count in zip(read(tmp_path / place, val_share=0.4), (3, 2), strict=True):
-            assert source.multi_label and source.classes == expected
-            assert source.labels.dtype == bool and source.labels.shape == (count, len(expected))
-            assert [np.flatnonzero(row).tolist() for row in source.labels] == [
-                tags[row] for row in source.rows
-            ]
+    letters = [["xyz"[tag] for tag in row] for row in tags]
+    labelled(letters).save_to_disk(tmp_path / "text")
+    for name, expected in {"named": ("x", "y", "z", "never"), "text": ("x", "y", "z")}.items():
+        for source, count in zip(read(tmp_path / name, val_share=0.4), (3, 2), strict=True):
+            assert source.multi_label
+            assert source.classes == expected
+            assert source.labels.dtype == bool
+            assert source.labels.shape == (count, len(expected))
+            for row, label in zip(source.rows, source.labels, strict=True):
+                assert np.flatnonzero(label).tolist() == tags[row]
     mixed = MANY.select_columns(["image", "fine"]).add_column("kind", [0, 1, 0, 1])
     saved(tmp_path / "mixed", train=mixed.cast_column("kind", TWO))
     assert read(tmp_path / "mixed", val_share=0.5)[0].classes == ("a", "b")
 
 
 def test_images_may_be_bytes_paths_or_a_pair(tmp_path):
-    paths = [
-        str(picture(tmp_path / f"images/{row}.png", row).relative_to(tmp_path)) for row in range(6)
-    ]
-    pairs = [{"bytes": png(row), "path": f"{row}.png"} for row in range(6)]
-    for column, cells in {"content": [*map(png, range(6))], "image": pairs, "file": paths}.items():
-        columns = {column: cells, "label": [row % 3 for row in range(6)]}
+    rows = range(6)
+    files = [picture(tmp_path / f"images/{row}.png", row) for row in rows]
+    paths = [str(file.relative_to(tmp_path)) for file in files]
+    contents = [png(row) for row in rows]
+    pairs = [{"bytes": png(row), "path": f"{row}.png"} for row in rows]
+    for column, cells in {"content": contents, "image": pairs, "file": paths}.items():
+        columns = {column: cells, "label": [row % 3 for row in rows]}
         pq.write_table(pa.table(columns), tmp_path / f"{column}.parquet")
         train, val = read(tmp_path / f"{column}.parquet", val_share=0.5)
         check_rows(train, val)
@@ -667,43 +669,46 @@ def test_images_may_be_bytes_paths_or_a_pair(tmp_path):
 
 def test_a_broken_cell_is_one_broken_image(tmp_path):
     content = {"image": [png(0), b"no image", None, png(3)[:30], png(4), b""], "label": [0, 1] * 3}
-    datasets.Dataset.from_dict(content).cast_column("image", datasets.Image()).to_parquet(
-        tmp_path / "a.parquet"
-    )
+    data = datasets.Dataset.from_dict(content).cast_column("image", datasets.Image())
+    data.to_parquet(tmp_path / "a.parquet")
     pq.write_table(pa.table(content), tmp_path / "b.parquet")
-    for place in ("a.parquet", "b.parquet"):
-        source, broken = alone(tmp_path / place), {}
+    for name in ("a.parquet", "b.parquet"):
+        source = read_split(tmp_path / name)
+        errors = {}
         for row in range(6):
             try:
                 assert source.image(row).getpixel((0, 0))[0] == row
             except BrokenImage as error:
-                broken[row] = str(error)
-        assert sorted(broken) == [1, 2, 3, 5] and broken[2] == "the row has no image"
+                errors[row] = str(error)
+        assert sorted(errors) == [1, 2, 3, 5]
+        assert errors[2] == "the row has no image"
 
 
 def test_table_fingerprint_follows_images_labels_and_classes(tmp_path):
-    larger = (
-        classified(12).select([11]).map(lambda row: {"image": Image.effect_noise((64, 64), 50)})
-    )
-    other_order, other_image = (
-        classified(12).select([*range(1, 12), 0]),
-        datasets.concatenate_datasets([classified(11), larger]),
-    )
-    variants = classified(12), other_order, classified(12, "abz"), other_image, classified(12)
-    found = [
-        tuple(each.fingerprint for each in read(saved(tmp_path / str(place), train=data)))
-        for place, data in enumerate(variants)
-    ]
-    assert len({*found}) == 4 and found[0] == found[4]
+    noise = Image.effect_noise((64, 64), 50)
+    larger_image = classified(12).select([11]).map(lambda row: {"image": noise})
+    variants = {
+        "original": classified(12),
+        "another order": classified(12).select(np.roll(np.arange(12), -1)),
+        "other classes": classified(12, "abz"),
+        "another image": datasets.concatenate_datasets([classified(11), larger_image]),
+        "same": classified(12),
+    }
+    fingerprints = {}
+    for name, data in variants.items():
+        train, val = read(saved(tmp_path / name, train=data))
+        fingerprints[name] = (train.fingerprint, val.fingerprint)
+    assert fingerprints.pop("same") == fingerprints["original"]
+    assert len(set(fingerprints.values())) == 4
 
 
 TWO = datasets.ClassLabel(names=["a", "b"])
 MANY = table(4, fine=[0, 1, 2, 3], coarse=[0, 0, 1, 1], score=[0.1, 0.2, 0.3, 0.4])
-MANY = MANY.add_column("second", [png(row) for row in range(4)]).cast_column(
-    "second", datasets.Image()
-)
+MANY = MANY.add_column("second", [png(row) for row in range(4)])
+MANY = MANY.cast_column("second", datasets.Image())
 
-SECOND, SCORE = {"image_column": "second"}, {"image_column": "image", "label_column": "second"}
+SECOND = {"image_column": "second"}
+SCORE = {"image_column": "image", "label_column": "second"}
 WRONG = (
     "train: row 3 has label -1 in column label, but the 2 classes are 0 to 1; remove the row or "
     "correct it"
@@ -766,30 +771,30 @@ def test_labels_of_any_type_are_read_as_in_a_csv_file(tmp_path, labels, classes)
     train, val = read(saved(tmp_path / "saved", train=labelled(labels)))
     assert train.classes == classes
     if not isinstance(labels[0], list):
-        paths = [picture(tmp_path / f"{row}.png", row).name for row in range(8)]
-        lines = [f"{path},{label}" for path, label in zip(paths, labels, strict=True)]
-        (tmp_path / "same.csv").write_text("\n".join(["image,label", *lines]))
-        of_csv = read(tmp_path / "same.csv")
-        assert of_csv[0].classes == classes
-        assert [part.labels.tolist() for part in of_csv] == [
-            train.labels.tolist(),
-            val.labels.tolist(),
-        ]
+        lines = ["image,label"]
+        for row, label in enumerate(labels):
+            path = picture(tmp_path / f"{row}.png", row)
+            lines.append(f"{path.name},{label}")
+        (tmp_path / "same.csv").write_text("\n".join(lines))
+        csv_train, csv_val = read(tmp_path / "same.csv")
+        assert csv_train.classes == classes
+        assert csv_train.labels.tolist() == train.labels.tolist()
+        assert csv_val.labels.tolist() == val.labels.tolist()
 
 
 def test_brackets_in_a_path_stand_for_themselves(tmp_path):
     root = tmp_path / "shells [final]"
     (root / "data [1]").mkdir(parents=True)
-    for part in ("train", "val"):
-        classified({"train": 9, "val": 8}[part]).to_parquet(root / f"data [1]/{part}.parquet")
+    for split, count in (("train", 9), ("val", 8)):
+        classified(count).to_parquet(root / f"data [1]/{split}.parquet")
         for label, value in (("a", 0), ("b", 50)):
-            picture(root / f"{part}_{label}.png", value + (part == "val"))
-        (root / f"{part}.csv").write_text(f"image,label\n{part}_a.png,a\n{part}_b.png,b\n")
-    for place in ("data [1]", "data [1]/*.parquet", "data [1]/[tv]*.parquet", "*.csv"):
-        train, val = read(root / place)
-        assert (train.part, val.part) == ("split train", "split val"), place
+            picture(root / f"{split}_{label}.png", value + (split == "val"))
+        (root / f"{split}.csv").write_text(f"image,label\n{split}_a.png,a\n{split}_b.png,b\n")
+    for pattern in ("data [1]", "data [1]/*.parquet", "data [1]/[tv]*.parquet", "*.csv"):
+        train, val = read(root / pattern)
+        assert (train.part, val.part) == ("split train", "split val"), pattern
     assert len(read(root / "data [1]/val.parquet")[0]) == 5
-    assert len(alone(root / "val.csv")) == 2
+    assert len(read_split(root / "val.csv")) == 2
 
 
 def test_a_test_part_without_labels_does_not_block_training(tmp_path):
@@ -802,22 +807,21 @@ def test_a_test_part_without_labels_does_not_block_training(tmp_path):
     lines = [f"{number}.png,{10 if number % 2 else 1}\n" for number in range(8)]
     (tmp_path / "csv/train.csv").write_text("image,label\n" + "".join(lines))
     (tmp_path / "csv/test.csv").write_text("image\n0.png\n")
-    for place in ("parquet", "csv/*.csv"):
-        train, val = read(tmp_path / place)
-        assert train.part == "75 % of split train" and len(train) + len(val) in (8, 9)
-        assert "split test has no column label, which train has" in refusal(
-            tmp_path / place, split="test"
-        )
+    for path in ("parquet", "csv/*.csv"):
+        train, val = read(tmp_path / path)
+        assert train.part == "75 % of split train"
+        assert len(train) + len(val) in (8, 9)
+        reason = "split test has no column label, which train has"
+        assert reason in refusal(tmp_path / path, split="test")
 
 
 def test_damaged_tables_are_refused_in_one_line(tmp_path):
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 and nothing more")
     assert "can't be read as a Hugging Face data set: " in refusal(tmp_path / "torn.parquet")
     beyond = pa.table({"image": [png(0), png(1)], "label": pa.array([0, 2], pa.int64())})
-    info = datasets.Features(
-        {"image": datasets.Value("binary"), "label": TWO}
-    ).arrow_schema.metadata
-    pq.write_table(beyond.replace_schema_metadata(info), tmp_path / "beyond.parquet")
+    features = datasets.Features({"image": datasets.Value("binary"), "label": TWO})
+    metadata = features.arrow_schema.metadata
+    pq.write_table(beyond.replace_schema_metadata(metadata), tmp_path / "beyond.parquet")
     assert "row 1 has label 2 in column label, but the 2 " in refusal(tmp_path / "beyond.parquet")
 
 
@@ -880,7 +884,7 @@ def test_a_column_split_or_several_files_are_parts(tmp_path):
         train, val = read(place, image_column="file", label_column="kind")
         assert (reds(train), reds(val)) == (list(range(6)), list(range(6, 10)))
         assert val.part == "split dev; split Test: for --split test"
-        assert reds(read(place, split="test")[1]) == [10, 11] == reds(alone(place, "test"))
+        assert reds(read(place, split="test")[1]) == [10, 11] == reds(read_split(place, "test"))
     for name, numbers in (("train", range(8)), ("val", range(4, 12))):
         lines = "".join(f"images/{n}.png,{'ab'[n % 2]}\n" for n in numbers)
         (tmp_path / f"{name}.tsv").write_text(f"file,kind\n{lines}")
