@@ -26,7 +26,7 @@ from PIL import Image
 from torch.distributed.run import get_args_parser
 
 from common.config.parsing import parse
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -116,7 +116,7 @@ def test_commands_that_need_hardware_exist(monkeypatch) -> None:
             launched = launch_command_parser().parse_args(words[2:])
             assert Path(launched.config_file).is_file(), line
             assert Path(launched.training_script).is_file(), line
-            parse(load(Path(launched.training_script)).Config, launched.training_script_args)
+            parse(load_recipe(Path(launched.training_script)).Config, launched.training_script_args)
 
 
 @pytest.mark.smoke
@@ -145,7 +145,7 @@ def anchors(page: str) -> set[str]:
 
 @pytest.mark.smoke
 def test_every_flag_that_a_page_names_exists() -> None:
-    configs = [load(path).Config for path in sorted((ROOT / "recipes").glob("*.py"))]
+    configs = [load_recipe(path).Config for path in sorted((ROOT / "recipes").glob("*.py"))]
     flags = {field.name for config in configs for field in dataclasses.fields(config)} | {
         "config",
         "help",

@@ -42,11 +42,13 @@ def extents(masks: torch.Tensor) -> torch.Tensor:
     return torch.tensor(sides).reshape(-1, 4)
 
 
-def moved(box, x: float) -> tuple:
+def shift_box(box, x: float) -> tuple:
     return box[0] + x, box[1], box[2] + x, box[3]
 
 
-def one_image(objects: list, found: list, source_type: type[Annotated] = Annotated) -> Matches:
+def match_one_image(
+    objects: list, found: list, source_type: type[Annotated] = Annotated
+) -> Matches:
     """Objects (box, class, crowd) and detections (box, score, class) of a picture of 100 x 100 pixels."""
     rows = np.array([(*box, score, label) for box, score, label in found], np.float32).reshape(
         -1, 6
@@ -54,7 +56,7 @@ def one_image(objects: list, found: list, source_type: type[Annotated] = Annotat
     return Matches(source_type(**columns([objects])), np.zeros(len(rows), np.int64), rows)
 
 
-def awkward(seed: int) -> tuple[Annotated, list[dict]]:
+def make_awkward_objects(seed: int) -> tuple[Annotated, list[dict]]:
     """Ids with gaps, images without boxes, crowds, an absent class, tied scores, many detections."""
     random = np.random.default_rng(seed)
     counts = random.integers(0, 6, 21) * (random.random(21) < 0.8)
@@ -100,7 +102,9 @@ def awkward(seed: int) -> tuple[Annotated, list[dict]]:
     return source, found
 
 
-def of_pycocotools(content: dict, found: list[dict], kind: str = "bbox", max_detections: int = 100):
+def evaluate_with_pycocotools(
+    content: dict, found: list[dict], kind: str = "bbox", max_detections: int = 100
+):
     """pycocotools' evaluation of `content`, a file of annotations: `stats`, and matches in `evalImgs`."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
@@ -130,7 +134,7 @@ def boxes_in_coco(ids: np.ndarray, images: np.ndarray, rows: np.ndarray) -> list
     ]
 
 
-def hits_of(evaluation, count: int) -> np.ndarray:
+def get_hits(evaluation, count: int) -> np.ndarray:
     """int64[count]: the object that each detection shows at IoU 0.5 and any size, as `Matches.hits`."""
     hits = np.full(count, NO_OBJECT)
     for part in filter(None, evaluation.evalImgs):

@@ -37,7 +37,7 @@ def disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 @contextmanager
-def no_room(size: int = 0) -> Iterator[None]:
+def limit_file_size(size: int = 0) -> Iterator[None]:
     """No file that this process writes may grow beyond `size` bytes: as on a full disk, writing
     raises OSError.
     """

@@ -29,7 +29,7 @@ import pytest
 from common.files import CACHE
 from common.run import Observer
 from tests.harness import several
-from tests.harness.launching import free_port, inherited, small
+from tests.harness.launching import free_port, inherit_environment, small
 from tests.harness.waiting import Limit, end_with_stacks
 
 IMPORTED_ONCE = [
@@ -92,7 +92,7 @@ class Forks:
         self.server = multiprocessing.forkserver.ForkServer()
         self.server.set_forkserver_preload(IMPORTED_ONCE)
         with pytest.MonkeyPatch.context() as patch:  # its forks inherit the server's environment
-            for name in os.environ.keys() - inherited().keys() - {CACHE}:
+            for name in os.environ.keys() - inherit_environment().keys() - {CACHE}:
                 patch.delenv(name)
             for name, value in {"HOME": str(scratch), **(environment or {})}.items():
                 patch.setenv(name, value)
@@ -224,7 +224,9 @@ def _run_recipe(command: list[str], observer: Observer | None) -> None:
 
     imported = {"cls.py": cls, "det.py": det, "seg.py": seg}
     sys.argv = command
-    several.run_observed(imported.get(command[0]) or several.load(Path(command[0])), observer)
+    several.run_observed(
+        imported.get(command[0]) or several.load_recipe(Path(command[0])), observer
+    )
 
 
 def _run(

@@ -123,7 +123,7 @@ class Started:
         )
 
 
-def inherited() -> dict[str, str]:
+def inherit_environment() -> dict[str, str]:
     """What a launched process gets of this one's environment."""
     return {
         name: value
@@ -186,7 +186,7 @@ class Launcher:
                 [*self.before, *map(str, small_command(words))],
                 cwd=cwd,
                 env={
-                    **inherited(),
+                    **inherit_environment(),
                     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
                     "HOME": str(self.home),
                     "OMP_NUM_THREADS": "1",

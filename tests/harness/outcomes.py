@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from common.checkpoints.store import Damaged, compare
 from common.config.parsing import parse
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 
 Tensors = dict[str, torch.Tensor]
 
@@ -21,7 +21,7 @@ def read(file: Path) -> dict:
     return json.loads(file.read_text())
 
 
-def rows_of(file: Path) -> list[dict]:
+def read_rows(file: Path) -> list[dict]:
     """The rows of a file of JSON lines."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -42,7 +42,7 @@ class Outcome:
     @property
     def rows(self) -> list[dict]:
         """The lines of metrics.jsonl."""
-        return rows_of(self.folder / "metrics.jsonl")
+        return read_rows(self.folder / "metrics.jsonl")
 
     def column(self, key: str) -> np.ndarray:
         """The values of `key` in the rows that have it: float64[rows]."""
@@ -58,13 +58,13 @@ class Outcome:
         return load_file(self.checkpoint / f"{file}.safetensors")
 
 
-def parameters(tensors: Tensors) -> Tensors:
+def select_parameters(tensors: Tensors) -> Tensors:
     """Of a model's state, the weights."""
     buffers = ("running_mean", "running_var", "num_batches_tracked")
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(buffers)}
 
 
-def statistics(tensors: Tensors) -> Tensors:
+def select_statistics(tensors: Tensors) -> Tensors:
     """Of a model's state, the running means and variances."""
     return {
         name: tensor
@@ -73,7 +73,7 @@ def statistics(tensors: Tensors) -> Tensors:
     }
 
 
-def distance(one: Tensors, other: Tensors, start: Tensors) -> float:
+def relative_distance(one: Tensors, other: Tensors, start: Tensors) -> float:
     """How far `other` is from `one`, as a share of how far `one` has moved from `start`; 0 for the
     same bits.
     """
@@ -90,9 +90,9 @@ def distance(one: Tensors, other: Tensors, start: Tensors) -> float:
     return apart / moved
 
 
-def start_of(run: Outcome) -> Tensors:
+def build_initial_state(run: Outcome) -> Tensors:
     """The state of the model with which a run began: built from its configuration, and so from its seed."""
-    recipe = load(Path(run.read("environment.json")["recipe"]))
+    recipe = load_recipe(Path(run.read("environment.json")["recipe"]))
     config = parse(recipe.Config, ["--config", str(run.folder / "config.yaml")])
     classes = read(run.checkpoint / "record.json")["classes"]
     return recipe.build_model(config, tuple(classes), torch.device("cpu")).state_dict()
@@ -126,8 +126,10 @@ def assert_same_training(whole: Outcome, cut: Outcome, start: Tensors | None = N
         ]
         assert shapes[0] == shapes[1], file.name
         if start and file.stem != "optimizer" and theirs.keys() <= start.keys():
-            assert distance(parameters(theirs), parameters(mine), start) <= 1e-8, file.name
-            theirs = statistics(theirs)
+            assert (
+                relative_distance(select_parameters(theirs), select_parameters(mine), start) <= 1e-8
+            ), file.name
+            theirs = select_statistics(theirs)
         for name, tensor in theirs.items():
             tolerance = 1e-6 if file.stem == "optimizer" else 1e-8
             torch.testing.assert_close(mine[name], tensor, rtol=tolerance, atol=1e-8, msg=name)
@@ -141,7 +143,7 @@ def identical(one: Tensors, other: Tensors) -> bool:
     )
 
 
-def best_files(run: Path) -> dict[str, bytes | dict]:
+def read_best_files(run: Path) -> dict[str, bytes | dict]:
     """The content of the files in `best/`, by name; without the run's name, and the commit, which
     may come between two runs.
     """
@@ -149,7 +151,7 @@ def best_files(run: Path) -> dict[str, bytes | dict]:
     return files | {"run.json": json.loads(files["run.json"]) | {"name": "", "commit": ""}}
 
 
-def keeps_best(run: Path, record: dict) -> bool:
+def has_best(run: Path, record: dict) -> bool:
     """True if the best model that a checkpoint's record names is whole, in `best/` or where the
     next start looks for it.
     """

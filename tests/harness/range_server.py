@@ -50,7 +50,7 @@ class _Ranges(Handler):
 
     def do_GET(self) -> None:
         server, path = self.server, self.path.partition("?")[0]
-        server.asked.append((self.path, dict(self.headers), self.client_address[1]))
+        server.requests.append((self.path, dict(self.headers), self.client_address[1]))
         with server.lock:
             fault, *words = (server.faults[path].pop(0) if server.faults[path] else "").split() or [
                 ""
@@ -112,4 +112,4 @@ class RangeServer(Server):
         self.tags: defaultdict[str, str] = defaultdict(lambda: '"first"')
         self.faults: defaultdict[str, list[str]] = defaultdict(list)
         # Path and query, headers, the client's port.
-        self.asked: list[tuple[str, dict[str, str], int]] = []
+        self.requests: list[tuple[str, dict[str, str], int]] = []

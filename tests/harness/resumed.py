@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.run import Observer, Run
-from tests.harness.outcomes import Outcome, best_files, identical, read
+from tests.harness.outcomes import Outcome, identical, read, read_best_files
 
 STEPS = 12
 
@@ -67,5 +67,5 @@ def assert_same_run(folder: Path, reference: Path, steps: int = STEPS) -> None:
         record["ledger"].pop("seconds")
     for key in ("step", "identity", "numbers", "ledger"):
         assert one[key] == other[key], key
-    assert best_files(folder) == best_files(reference)
+    assert read_best_files(folder) == read_best_files(reference)
     assert actual.read("status.json")["status"] == "finished"

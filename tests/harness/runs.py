@@ -16,10 +16,10 @@ from common.errors import Refused
 from common.launching import launch
 from tests.harness.forked import Fork, Forks
 from tests.harness.outcomes import read as read
-from tests.harness.outcomes import rows_of as rows_of
+from tests.harness.outcomes import read_rows as read_rows
 
 
-def copied(run: Path, to: Path) -> Path:
+def copy_run(run: Path, to: Path) -> Path:
     """A copy of a run folder, without its checkpoints and what dashboards keep."""
     return shutil.copytree(run, to, ignore=shutil.ignore_patterns("checkpoints", "wandb"))
 
@@ -44,12 +44,12 @@ def _be_tool(tool: str, words: list[str]) -> None:
 
 
 @contextmanager
-def made_once(tmp_path_factory, name: str) -> Iterator[tuple[Path, bool]]:
+def train_once(tmp_path_factory, name: str) -> Iterator[tuple[Path, bool]]:
     """The folder of a run, and True if it is to be trained, by one of the parallel test processes
     while the others wait.
     """
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made_once"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "train_once"
     folder.mkdir(exist_ok=True)
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

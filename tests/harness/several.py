@@ -33,7 +33,7 @@ from common.launching.exit_codes import EXIT_FOLDER
 from common.run import Observer, Run, plots
 
 
-def load(recipe: Path) -> ModuleType:
+def load_recipe(recipe: Path) -> ModuleType:
     """The recipe as a module: a script's folder is no package."""
     spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
     sys.modules[recipe.stem] = module = importlib.util.module_from_spec(spec)
@@ -72,10 +72,10 @@ def main(recipe: Path, cases: Path, pictures: bool) -> None:
         draw_nothing()
     # Else the launcher ends all processes with the first run that announces its exit.
     os.environ.pop(EXIT_FOLDER, None)
-    original, outcomes = load(recipe), []
+    original, outcomes = load_recipe(recipe), []
     for words in json.loads(cases.read_text()):
         other = Path(words[0]) if words[0].endswith(".py") else None
-        module = load(other) if other else original
+        module = load_recipe(other) if other else original
         sys.argv = [*([] if other else [str(recipe)]), *map(str, words)]
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):

@@ -20,14 +20,14 @@ from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from common.launching import launch
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 
 HOOKS = {
     DDPCommunicationHookType.NO: default_hooks.allreduce_hook,
     DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
     DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
 }
-cls = load(Path(__file__).parents[2] / "recipes" / "cls.py")
+cls = load_recipe(Path(__file__).parents[2] / "recipes" / "cls.py")
 compile_cut = DDPOptimizer.compile_fn
 if "COMPILE_BACKEND" in os.environ:
     torch.compile = partial(torch.compile, backend=os.environ["COMPILE_BACKEND"])

@@ -17,7 +17,7 @@ import pytest
 from common.checkpoints.store import Damaged, verify
 from tests.harness.drawings import draw_stripes
 from tests.harness.forked import Ended
-from tests.harness.outcomes import Outcome, identical, keeps_best, read
+from tests.harness.outcomes import Outcome, has_best, identical, read
 from tests.harness.resumed import STEPS, assert_same_run, signal_at
 
 SMALL = (
@@ -154,7 +154,7 @@ def _whole(folder: Path) -> dict[str, bool]:
     for path in folder.glob("checkpoints/step_*"):
         with contextlib.suppress(Damaged):
             found.append(verify(path).path)
-    best = found and keeps_best(folder, verify(max(found)).record)
+    best = found and has_best(folder, verify(max(found)).record)
     return {"checkpoint": bool(found), "best": bool(best)}
 
 

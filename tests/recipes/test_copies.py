@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.harness.outcomes import Outcome, assert_same_training
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 from tests.recipes.copied import CHANGES, PAGE, copy, recipe_of
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +142,7 @@ def test_every_change_of_the_page_is_trained() -> None:
 
 def test_the_picture_of_the_page_is_drawn(tmp_path) -> None:
     copy(tmp_path / "cls_ranks.py", CHANGES["a-metric-and-its-picture"])
-    load(tmp_path / "cls_ranks.py").draw_bars([7, 2, 1], tmp_path / "ranks.png")
+    load_recipe(tmp_path / "cls_ranks.py").draw_bars([7, 2, 1], tmp_path / "ranks.png")
     assert (tmp_path / "ranks.png").stat().st_size > 1_000
 
 

@@ -31,9 +31,9 @@ from tests.harness.annotations import annotation, coco
 from tests.harness.launching import small
 from tests.harness.outcomes import read
 from tests.harness.photographs import exif
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 
-recipe = load(Path("recipes/det.py"))
+recipe = load_recipe(Path("recipes/det.py"))
 FAMILIES = {
     "fcos": "--long_side 160 --levels 3-5 --batch_norm group",
     "retinanet": "--long_side 160 --levels 3-5",

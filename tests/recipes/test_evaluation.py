@@ -17,7 +17,7 @@ from common.training import timm_models
 from tests.harness.drawings import draw_stripes, save_colours
 from tests.harness.forked import Ended, Forks
 from tests.harness.outcomes import Outcome
-from tests.harness.runs import read, rows_of
+from tests.harness.runs import read, read_rows
 
 PARTS = "--data {root}/parts --model test_vit --max_steps 4 --lr 1e-3"
 STUFFS = [f"stuff_{number}" for number in range(5)]
@@ -132,7 +132,7 @@ def test_an_exported_model_has_the_numbers_of_its_run_anywhere(odd, evaluate, tm
     assert {name: row["recall"] for name, row in details.items()} == recorded(best)["per_class"]
     assert sum(row["images"] for row in details.values()) == 22
     results, said = evaluate(odd / "checkpoints/step_00000003")
-    row = rows_of(odd / "metrics.jsonl")[0]
+    row = read_rows(odd / "metrics.jsonl")[0]
     assert results["loss"] == pytest.approx(row["eval/ema_loss"], rel=1e-6) != row["eval/loss"]
     assert "of the run odd, step 3" in said
 
@@ -171,7 +171,7 @@ def test_two_processes_count_every_image_once(name, on_two, commands, evaluate) 
 
 def test_averaged_weights_are_evaluated_and_choose_the_best(odd, train, root) -> None:
     parts = train("parts", PARTS.format(root=root))
-    row, without = (rows_of(run / "metrics.jsonl")[-1] for run in (odd, parts))
+    row, without = (read_rows(run / "metrics.jsonl")[-1] for run in (odd, parts))
     assert {f"eval/{key}" for key in ("ema_loss", "ema_top1", "loss", "top1")} <= row.keys()
     assert row["eval/loss"] != row["eval/ema_loss"] and not any("ema" in key for key in without)
     leading = [read(run / "summary.json")["leading"] for run in (odd, parts)]

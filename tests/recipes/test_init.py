@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional as F
 
 from tests.detection.weights.test_torchvision_weights import random_model
 from tests.harness.annotations import annotation, coco
-from tests.harness.detections import of_pycocotools
+from tests.harness.detections import evaluate_with_pycocotools
 from tests.harness.outcomes import read
 
 SIDE = 96  # of the images, which are evaluated at scale 1
@@ -90,7 +90,7 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path)
     ended = forks(*words.split(), recipe="det")
     assert ended.code == 0, ended.stderr
     results = json.loads(ended.stdout.splitlines()[-1])
-    evaluation = of_pycocotools(content, rows)
+    evaluation = evaluate_with_pycocotools(content, rows)
     assert rows and evaluation.stats[8] > 0  # some recall
     for place, name in enumerate(
         ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100")

@@ -21,11 +21,11 @@ from tests.harness.drawings import draw_stripes, save_colours
 from tests.harness.outcomes import (
     Outcome,
     assert_same_training,
-    distance,
+    build_initial_state,
     identical,
-    parameters,
-    start_of,
-    statistics,
+    relative_distance,
+    select_parameters,
+    select_statistics,
 )
 from tests.recipes.copied import CHANGES, copy
 
@@ -329,7 +329,7 @@ def runs(
 def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> None:
     case = name.partition(":")[0]
     whole, cut = runs[f"{case}: 1x{CASES[case].batch}"], runs[name]
-    losses, start = whole.column("train/loss"), start_of(whole)
+    losses, start = whole.column("train/loss"), build_initial_state(whole)
     steps = CASES[case].steps
     assert len(losses) == steps
     # With few boxes, or a tenth of the classes as negatives, losses are too noisy in a few steps.
@@ -352,7 +352,7 @@ def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> No
     if " " in world:  # in best/ everything is put together
         mine, theirs = (load_file(run.folder / "best/model.safetensors") for run in (cut, whole))
         assert mine.keys() == theirs.keys()
-        # Under names of the export's own, which `start_of` may not have.
+        # Under names of the export's own, which `build_initial_state` may not have.
         for tensor, other in theirs.items():
             torch.testing.assert_close(mine[tensor], other, rtol=1e-8, atol=1e-8, msg=tensor)
     if CASES[case].recipe == "det":
@@ -373,9 +373,9 @@ def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> No
 def test_plain_batch_norm_is_another_run_and_node_is_global(runs: dict[str, Outcome]) -> None:
     """The exact modes would not agree by themselves; on one machine `node` has the bits of `global`."""
     local, node, whole = (runs[norm].tensors() for norm in NORMS)
-    start = start_of(runs["global"])
-    assert distance(parameters(whole), parameters(local), start) > 1e-3
-    assert distance(statistics(whole), statistics(local), start) > 1e-3
+    start = build_initial_state(runs["global"])
+    assert relative_distance(select_parameters(whole), select_parameters(local), start) > 1e-3
+    assert relative_distance(select_statistics(whole), select_statistics(local), start) > 1e-3
     assert identical(node, whole)
 
 

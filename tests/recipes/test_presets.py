@@ -12,7 +12,7 @@ from common.config.parsing import parse, save_config
 from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
 from tests.harness.outcomes import Outcome
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 
 ROOT = Path(__file__).parent.parent.parent
 PRESETS = [
@@ -36,7 +36,7 @@ SMALL = {
 }
 LONG = {"coco_fasterrcnn_r50_1x", "coco_retinanet_r50", "voc", "coco_rtdetrv2_r18"}
 IMAGES = {"cls": 23, "det": 7, "seg": 7}  # to evaluate on
-RECIPES = {name: load(ROOT / "recipes" / f"{name}.py") for name in SMALL}
+RECIPES = {name: load_recipe(ROOT / "recipes" / f"{name}.py") for name in SMALL}
 
 
 def opening(path: Path) -> str:

@@ -202,7 +202,7 @@ def test_shards_are_evaluated_alone_and_tried_in_a_dry_run(runs):
 
 
 def test_a_signature_reaches_the_server_and_stands_nowhere_else(runs, server, tmp_path_factory):
-    assert {path.partition("?")[2] for path, _, _ in server.asked} == {"Signature=s3cr3t"}
+    assert {path.partition("?")[2] for path, _, _ in server.requests} == {"Signature=s3cr3t"}
     for of_world in runs.values():
         for outcome in of_world.values():
             assert "s3cr3t" not in outcome.text + outcome.stdout

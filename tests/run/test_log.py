@@ -7,8 +7,8 @@ import pytest
 from common.run.folder import RunFolder
 from common.run.log import RunLog
 from tests.harness.dashboard import Dashboard
-from tests.harness.disks import no_room
-from tests.harness.outcomes import rows_of
+from tests.harness.disks import limit_file_size
+from tests.harness.outcomes import read_rows
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def opened(tmp_path: Path):
 
 
 def rows(path: Path) -> list[dict]:
-    return rows_of(path / "metrics.jsonl")
+    return read_rows(path / "metrics.jsonl")
 
 
 def test_a_step_has_one_row_and_the_dashboard_begins_late(opened) -> None:
@@ -71,7 +71,7 @@ def test_lines_are_logged_without_control_characters(opened, capsys) -> None:
 def test_after_a_row_that_could_not_be_written_there_is_no_other(opened, capsys) -> None:
     journal, dashboard, path = opened
     journal.check()
-    with no_room():
+    with limit_file_size():
         journal.note(1, {"train/loss": 1.0})
         journal.flush()
     journal.note(2, {"train/loss": 1.0})

@@ -10,7 +10,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from common.run import plots
-from tests.harness.pictures import drawn, has, texts
+from tests.harness.pictures import collect_texts, has_colour, read_picture
 
 ROWS = [
     {"step": 1, "train/loss": 2.0, "train/lr": 0.1},
@@ -31,8 +31,8 @@ def test_curves_are_drawn_from_the_rows_that_there_are(tmp_path: Path, rows: int
     lines = "".join(json.dumps(row) + "\n" for row in (ROWS[:rows] + more))
     (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 4, "tra')
     plots.curves(tmp_path)
-    pixels = drawn(tmp_path / "pictures" / "curves.png")
-    shown = [has(pixels, colour) for colour in (plots.BLUE, plots.ORANGE, plots.GREEN)]
+    pixels = read_picture(tmp_path / "pictures" / "curves.png")
+    shown = [has_colour(pixels, colour) for colour in (plots.BLUE, plots.ORANGE, plots.GREEN)]
     assert shown == [rows > 0, rows >= 3, rows >= 3]
 
 
@@ -72,7 +72,7 @@ def test_curves_name_the_leading_metric_and_mark_the_best_step(tmp_path, monkeyp
     (tmp_path / "summary.json").write_text(
         json.dumps({"leading": f"eval/{leading}", "best": {"step": best}})
     )
-    said = texts(monkeypatch, lambda: plots.curves(tmp_path))
+    said = collect_texts(monkeypatch, lambda: plots.curves(tmp_path))
     assert any(text.endswith(told) for text in said) and f"best/ (step {best})" in said
     assert all(line in said for line in lines)
     assert not [text for text in said if "top-1" in text and "top-1" not in lines]
@@ -132,7 +132,7 @@ def test_a_sheet_of_any_content_is_below_500_kb(draw, tmp_path: Path, monkeypatc
     plots.sheet(cells, "24 mistakes", tmp_path / "sheet.png")
     assert (tmp_path / "sheet.png").stat().st_size < 500_000
     assert Image.open(tmp_path / "sheet.png").format == "PNG"
-    reduced = drawn(tmp_path / "sheet.png")
+    reduced = read_picture(tmp_path / "sheet.png")
     assert reduced.shape[1] >= 1000
 
     monkeypatch.setattr(plots, "MAX_SHEET_BYTES", 10**9)
@@ -143,7 +143,7 @@ def test_a_sheet_of_any_content_is_below_500_kb(draw, tmp_path: Path, monkeypatc
     sides = (reduced.shape[1] // 8, reduced.shape[0] // 8)
     means = [
         np.asarray(Image.fromarray(pixels).resize(sides, Image.Resampling.BOX), dtype=float)
-        for pixels in (reduced, drawn(tmp_path / "sheet.png"))
+        for pixels in (reduced, read_picture(tmp_path / "sheet.png"))
     ]
     assert np.abs(means[0] - means[1]).mean() < 4
 
@@ -154,7 +154,7 @@ def test_a_sheet_that_is_small_keeps_its_pixels(tmp_path: Path) -> None:
         for index in range(24)
     ]
     plots.sheet(cells, "24 mistakes", tmp_path / "sheet.png")
-    assert drawn(tmp_path / "sheet.png").shape[1] > 1500
+    assert read_picture(tmp_path / "sheet.png").shape[1] > 1500
 
 
 @pytest.mark.parametrize("classes", [1, 50, 1000])
@@ -171,7 +171,7 @@ def test_a_confusion_matrix_of_any_size_shows_its_mistake(
     matrix[-1, 0] = 3
     path = tmp_path / "pictures" / "confusion.png"
     plots.confusion(matrix, names, path, headline="nearly all is found")
-    assert drawn(path).shape[0] < 3000
+    assert read_picture(path).shape[0] < 3000
     axes = figures[0].axes[0]
     assert axes.get_title().endswith("last evaluation: nearly all is found")
     if classes <= plots.NAMED_CLASSES:

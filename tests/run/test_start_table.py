@@ -8,7 +8,7 @@ import pytest
 
 from common.config.parsing import parse
 from common.run.start_table import _describe_settings
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 from tests.recipes.copied import ROOT, copy
 
 FLAG = """A flag of one's own, and another default.
@@ -50,7 +50,7 @@ def test_the_dry_run_names_settings_and_the_real_length(run_several, tmp_path) -
 
 @pytest.mark.smoke
 def test_settings_at_a_copys_defaults_are_not_named(tmp_path) -> None:
-    recipe = load(copy(tmp_path / "copied.py", FLAG))
+    recipe = load_recipe(copy(tmp_path / "copied.py", FLAG))
     preset = f"--config {ROOT}/recipes/presets/cifar10.yaml".split()
     assert _describe_settings(parse(recipe.Config, ["--data", "digits"])) == ""
     assert (
