@@ -39,9 +39,9 @@ def test_flags_in_the_tables_exist_in_recipes_or_in_the_launcher() -> None:
     options = {
         word for action in launch_command_parser()._actions for word in action.option_strings
     }
-    first, *others = LAUNCHER_HINTS
+    first, *other_hints = LAUNCHER_HINTS
     assert {f"--{name}" for name in LAUNCHER_HINTS[first].split()} | {
-        *re.findall(r"--\w+", " ".join(others))
+        *re.findall(r"--\w+", " ".join(other_hints))
     } <= options
     assert not {name for names in LAUNCHER_HINTS.values() for name in names.split()} & named
 

@@ -73,18 +73,19 @@ def select_statistics(tensors: Tensors) -> Tensors:
     }
 
 
-def relative_distance(one: Tensors, other: Tensors, start: Tensors) -> float:
-    """How far `other` is from `one`, as a share of how far `one` has moved from `start`; 0 for the
-    same bits.
+def relative_distance(reference: Tensors, actual: Tensors, start: Tensors) -> float:
+    """The distance of `actual` from `reference`, as a share of the way from `start` to `reference`; 0 for
+    the same bits.
     """
-    assert one and one.keys() == other.keys() <= start.keys()
+    assert reference and reference.keys() == actual.keys() <= start.keys()
     apart, moved = (
         sum(
-            (tensor.double() - others[name].double()).square().sum() for name, tensor in one.items()
+            (tensor.double() - state[name].double()).square().sum()
+            for name, tensor in reference.items()
         )
         .sqrt()
         .item()
-        for others in (other, start)
+        for state in (actual, start)
     )
     assert moved > 0, "nothing has moved: the comparison would prove nothing"
     return apart / moved
@@ -114,32 +115,36 @@ def assert_same_training(whole: Outcome, cut: Outcome, start: Tensors | None = N
         key.startswith("eval/") for key in compared
     )
     for key in compared:
-        mine, theirs = (run.column(key).astype(float) for run in (cut, whole))
-        assert len(mine), key
-        np.testing.assert_allclose(mine, theirs[-len(mine) :], rtol=1e-8, atol=1e-8, err_msg=key)
+        actual, expected = (run.column(key).astype(float) for run in (cut, whole))
+        assert len(actual), key
+        np.testing.assert_allclose(
+            actual, expected[-len(actual) :], rtol=1e-8, atol=1e-8, err_msg=key
+        )
     assert cut.rows[-1]["step"] == whole.rows[-1]["step"]
     for file in whole.checkpoint.glob("*.safetensors"):
-        theirs, mine = whole.tensors(file.stem), cut.tensors(file.stem)
+        expected = whole.tensors(file.stem)
+        actual = cut.tensors(file.stem)
         shapes = [
             {name: (tensor.shape, tensor.dtype) for name, tensor in each.items()}
-            for each in (mine, theirs)
+            for each in (actual, expected)
         ]
         assert shapes[0] == shapes[1], file.name
-        if start and file.stem != "optimizer" and theirs.keys() <= start.keys():
+        if start and file.stem != "optimizer" and expected.keys() <= start.keys():
             assert (
-                relative_distance(select_parameters(theirs), select_parameters(mine), start) <= 1e-8
+                relative_distance(select_parameters(expected), select_parameters(actual), start)
+                <= 1e-8
             ), file.name
-            theirs = select_statistics(theirs)
-        for name, tensor in theirs.items():
+            expected = select_statistics(expected)
+        for name, tensor in expected.items():
             tolerance = 1e-6 if file.stem == "optimizer" else 1e-8
-            torch.testing.assert_close(mine[name], tensor, rtol=tolerance, atol=1e-8, msg=name)
+            torch.testing.assert_close(actual[name], tensor, rtol=tolerance, atol=1e-8, msg=name)
 
 
-def identical(one: Tensors, other: Tensors) -> bool:
+def identical(left: Tensors, right: Tensors) -> bool:
     """True if two states have the same names, types and bits."""
-    return one.keys() == other.keys() and all(
-        tensor.dtype == other[name].dtype and torch.equal(tensor, other[name])
-        for name, tensor in one.items()
+    return left.keys() == right.keys() and all(
+        tensor.dtype == right[name].dtype and torch.equal(tensor, right[name])
+        for name, tensor in left.items()
     )
 
 

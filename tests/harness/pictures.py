@@ -30,5 +30,5 @@ def read_picture(path: Path) -> np.ndarray:
 
 
 def has_colour(pixels: np.ndarray, colour: str) -> bool:
-    wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
-    return bool((np.abs(pixels.astype(int) - wanted).sum(2) < 12).any())
+    rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
+    return bool((np.abs(pixels.astype(int) - rgb).sum(2) < 12).any())

@@ -24,22 +24,22 @@ def copy_run(run: Path, to: Path) -> Path:
     return shutil.copytree(run, to, ignore=shutil.ignore_patterns("checkpoints", "wandb"))
 
 
-def refusal(call: Callable, *words: object) -> str:
+def refusal(call: Callable, *args: object) -> str:
     """What a tool's `main` says about these words, in one line."""
     with pytest.raises(Refused) as refused:
-        call([*map(str, words)])
+        call([*map(str, args)])
     return str(refused.value)
 
 
-def start_tool(forks: Forks, processes: int, tool: str, *words: object) -> list[Fork]:
+def start_tool(forks: Forks, processes: int, tool: str, *args: object) -> list[Fork]:
     """`python -m tools.<tool> <words>` on as many ranks, which are forks of a warm process;
     `.end()` waits for one.
     """
-    return forks.start_main(processes, functools.partial(_be_tool, tool, [*map(str, words)]))
+    return forks.start_main(processes, functools.partial(_be_tool, tool, [*map(str, args)]))
 
 
-def _be_tool(tool: str, words: list[str]) -> None:
-    sys.argv = [tool, *words]
+def _be_tool(tool: str, args: list[str]) -> None:
+    sys.argv = [tool, *args]
     launch.run(importlib.import_module(f"tools.{tool}.__main__").main)
 
 

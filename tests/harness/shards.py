@@ -18,12 +18,12 @@ COUNTS = (1, 17, 331)  # samples of each shard
 def draw_noise(folder: Path, counts: Sequence[int], side: int = 32, seed: int = 0) -> Path:
     """A folder per class with that many PNGs: noise in the class's own brightness."""
     for label, count in enumerate(counts):
-        place = folder / f"class {label}"
-        place.mkdir(parents=True)
+        class_folder = folder / f"class {label}"
+        class_folder.mkdir(parents=True)
         for number in range(count):
             generator = np.random.default_rng([label, number, seed])
             pixels = generator.integers(60 * label, 60 * label + 60, (side, side, 3))
-            Image.fromarray(pixels.astype(np.uint8)).save(place / f"{number:04}.png")
+            Image.fromarray(pixels.astype(np.uint8)).save(class_folder / f"{number:04}.png")
     return folder
 
 

@@ -21,18 +21,16 @@ class Limit:
     """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self._began, self._asked, self._spent = (
-            seconds,
-            time.monotonic(),
-            time.monotonic(),
-            0.0,
-        )
+        self.seconds = seconds
+        self._began = time.monotonic()
+        self._asked = time.monotonic()
+        self._spent = 0.0
 
     def left(self) -> float:
         """Seconds left. The load of the last minute counts, so ask every few seconds."""
-        now = time.monotonic()
-        self._spent += (now - self._asked) / max(1.0, os.getloadavg()[0] / _CORES)
-        self._asked = now
+        reading = time.monotonic()
+        self._spent += (reading - self._asked) / max(1.0, os.getloadavg()[0] / _CORES)
+        self._asked = reading
         return self.seconds - self._spent
 
     def turns(self, pause: float = 0.01) -> Iterator[float]:

@@ -34,7 +34,9 @@ if "COMPILE_BACKEND" in os.environ:
 
 
 def main() -> None:
-    sent, parameters, cut = [], [], []
+    sent = []
+    parameters = []
+    cut = []
 
     def counting_compile(self, *arguments, **options):
         compiled = compile_cut(self, *arguments, **options)
@@ -57,7 +59,8 @@ def main() -> None:
     launch.DistributedDataParallelKwargs = partial(DistributedDataParallelKwargs, bucket_cap_mb=1)
     DDPOptimizer.compile_fn = counting_compile
     cls.main()
-    compiled, broken = counters["stats"].get("unique_graphs", 0), list(counters["graph_break"])
+    compiled = counters["stats"].get("unique_graphs", 0)
+    broken = list(counters["graph_break"])
     counted = {
         "parameters": sum(parameters),
         "sent": sent,

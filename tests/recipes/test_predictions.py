@@ -90,11 +90,11 @@ def test_split_says_which_image_was_trained_on(run: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("step", [3, 5])
 def test_a_killed_run_leaves_the_files_of_an_undisturbed_one(step, run, forks, folder, tmp_path):
-    words = ("--data", folder, "--output_dir", tmp_path, *WORDS)
-    killed = forks(*words, observer=signal_at(step))
+    args = ("--data", folder, "--output_dir", tmp_path, *WORDS)
+    killed = forks(*args, observer=signal_at(step))
     assert killed.code == -signal.SIGKILL
     written = (tmp_path / "run/split.csv").stat()
-    assert forks(*words).code == 0
+    assert forks(*args).code == 0
     assert (tmp_path / "run/split.csv").stat().st_mtime_ns == written.st_mtime_ns, "written once"
     for name in ("split.csv", "predictions.csv"):
         assert (tmp_path / "run" / name).read_bytes() == (run / name).read_bytes(), name
@@ -102,13 +102,13 @@ def test_a_killed_run_leaves_the_files_of_an_undisturbed_one(step, run, forks, f
 
 
 def test_two_processes_leave_the_same_predictions(run: Path, run_several, folder) -> None:
-    words = ["--eval_only", run / "best", "--max_micro_batch_size", 4]
-    run_several(1, {"one": words})
+    args = ["--eval_only", run / "best", "--max_micro_batch_size", 4]
+    run_several(1, {"one": args})
     file = next((run / "evaluation").glob("best-held_out*/predictions.csv"))
-    one = file.read_bytes()
+    content = file.read_bytes()
     file.unlink()
-    run_several(2, {"two": words})
-    assert file.read_bytes() == one
+    run_several(2, {"two": args})
+    assert file.read_bytes() == content
 
 
 def test_detections_are_coco_results_with_the_ids_of_the_data(forks, scenes, tmp_path) -> None:

@@ -102,7 +102,8 @@ def test_a_row_that_does_not_fit_on_the_disk_is_not_half_there(folder: RunFolder
 
 @pytest.mark.parametrize("name", [".lock", "log.txt"])
 def test_no_link_is_followed_and_no_fifo_waited_for(tmp_path, name) -> None:
-    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim = tmp_path / "victim"
+    run = tmp_path / "run"
     victim.write_text("mine")
     run.mkdir()
     (run / name).symlink_to(victim)

@@ -15,7 +15,8 @@ from tests.harness.outcomes import read_rows
 def opened(tmp_path: Path):
     folder = RunFolder(tmp_path / "a")
     folder.rewind(0)
-    journal, dashboard = RunLog(folder), Dashboard()
+    journal = RunLog(folder)
+    dashboard = Dashboard()
     journal.open(dashboard, 0, 30)
     yield journal, dashboard, tmp_path / "a"
     folder.close()
@@ -27,9 +28,9 @@ def rows(path: Path) -> list[dict]:
 
 def test_a_step_has_one_row_and_the_dashboard_begins_late(opened) -> None:
     journal, dashboard, path = opened
-    assert not dashboard.begun
+    assert not dashboard.has_begun
     journal.advance(1)
-    assert dashboard.begun
+    assert dashboard.has_begun
     journal.note(10, {"train/loss": 0.5})
     journal.note(10, {"eval/top1": 0.9})
     assert rows(path) == []  # more may come
@@ -83,7 +84,8 @@ def test_after_a_row_that_could_not_be_written_there_is_no_other(opened, capsys)
 
 def test_all_but_the_main_process_are_silent(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    journal, dashboard = RunLog(None), Dashboard()
+    journal = RunLog(None)
+    dashboard = Dashboard()
     journal.table({"a": "b"})
     journal.open(dashboard, 0, 10)
     journal.note(1, {"train/loss": 1.0})
