@@ -202,7 +202,7 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
         folders = []
         for name, args in cases.items():
             of_case = args[0] if args and str(args[0]).endswith(".py") else recipe
-            args = [*map(str, args if as_typed else small(args, of_case))]
+            args = list(map(str, args if as_typed else small(args, of_case)))
             defaults = {
                 "--name": name,
                 "--output_dir": scratch / "runs",

@@ -152,7 +152,7 @@ def names_in_main(source: str) -> set[str]:
         if isinstance(node, ast.Assign)
         for target in node.targets
     }
-    nodes = [*ast.walk(main_of(tree))]
+    nodes = list(ast.walk(main_of(tree)))
     attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
     of_run = {name for name in attributes if re.fullmatch(r"run\.\w+", name)}
     return of_run | project & {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -236,7 +236,7 @@ def test_a_recipe_is_one_page(name: str) -> None:
     listed = {room: import_module(f"common.{room}").__all__ for room in FACES}
     for node in imports_of(source):
         room = node.module.removeprefix("common.")
-        assert room not in listed or {alias.name for alias in node.names} <= {*listed[room]}, (
+        assert room not in listed or {alias.name for alias in node.names} <= set(listed[room]), (
             f"{node.module}.__all__"
         )
         for alias in node.names:

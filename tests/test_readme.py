@@ -128,8 +128,7 @@ def test_links_lead_to_files_and_headings() -> None:
         ROOT / "CONTRIBUTING.md",
         ROOT / "SECURITY.md",
         ROOT / "cluster/README.md",
-        *sorted((ROOT / "docs").glob("*.md")),
-    ]
+    ] + sorted((ROOT / "docs").glob("*.md"))
     missing = []
     for page in pages:
         for target, anchor in LINK.findall(page.read_text()):
@@ -219,7 +218,7 @@ def repository(tmp_path) -> Path:
     for args in (
         ["init", "--quiet"],
         ["add", "--all"],
-        [*author, "commit", "--quiet", "--message", "all"],
+        (author + ["commit", "--quiet", "--message", "all"]),
     ):
         subprocess.run(["git", *args], cwd=folder, check=True)
     return folder

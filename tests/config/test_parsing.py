@@ -198,7 +198,7 @@ def shown_by(
 ) -> tuple[str, list[str]]:
     """The help text, and the flags that it explains."""
     with pytest.raises(SystemExit) as end:
-        parse(config, [*args], "cls.py")
+        parse(config, list(args), "cls.py")
     assert not end.value.code
     text = capsys.readouterr().out
     return text, re.findall(r"^  --(\w+)", text, re.MULTILINE)
@@ -208,9 +208,9 @@ def test_help_shows_few_flags_and_help_all_every_one(capsys, preset, monkeypatch
     all_flags = ["config", *(field.name for field in dataclasses.fields(Config))]
     for flag in ("--help", "-h"):
         text, few = shown_by(capsys, "--lr", "1", flag)
-        assert {"config", "data", "lr", "epochs", "name"} <= {*few} < {
-            *all_flags
-        } and "temperature" not in few
+        assert {"config", "data", "lr", "epochs", "name"} <= set(few) < set(
+            all_flags
+        ) and "temperature" not in few
         assert (
             f"These are {len(few)} of {len(all_flags)} flags; --help all shows every one." in text
             and "cls.py" in text
@@ -223,7 +223,7 @@ def test_help_shows_few_flags_and_help_all_every_one(capsys, preset, monkeypatch
         )
         assert flags.index("data") < flags.index("val_share") < flags.index("global_batch_size")
         groups = re.findall(r"^(\w+):$", text, re.MULTILINE)
-        assert len(groups) == len({*groups}) == 8 and groups.index("data") < groups.index(
+        assert len(groups) == len(set(groups)) == 8 and groups.index("data") < groups.index(
             "optimization"
         )
     file = preset("temperature: 0.4321")
@@ -253,7 +253,7 @@ def test_a_field_may_decide_on_defaults_of_others(preset) -> None:
     assert parse(Config, ["--init", "lion"]) == Config(init="lion", opt="lion", loss="bce", seed=7)
     config = parse(Config, [*preset("seed: 3"), "--init", "lion", "--loss", "ce"])
     assert config == Config(init="lion", opt="lion", loss="ce", seed=3)
-    assert parse(Config, [*preset("init: lion")]).seed == 7
+    assert parse(Config, list(preset("init: lion"))).seed == 7
 
 
 def test_fields_that_may_change_do_not_define_a_run() -> None:

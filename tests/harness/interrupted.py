@@ -35,7 +35,7 @@ class Watched:
                 )
                 texts = [each.stdout.read_text() + each.stderr.read_text() for each in self.started]
                 raise AssertionError(
-                    "\n".join([f"{what}: {'ended' if ended else 'not'} in {limit}", *texts])
+                    "\n".join([f"{what}: {'ended' if ended else 'not'} in {limit}"] + texts)
                 )
             time.sleep(pause)
         return time.monotonic() - began

@@ -89,7 +89,7 @@ def small_command(args: Sequence[object]) -> list[object]:
     for word in map(str, args):
         if re.fullmatch(r"(cls|det|seg)(_\w+)?\.py", Path(word).name):
             return small(args, word)
-    return [*args]
+    return list(args)
 
 
 @dataclass

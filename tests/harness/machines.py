@@ -39,10 +39,10 @@ class Node(Launcher):
             "--uts",
             "sh",
             "-c",
-            " && ".join([*steps, 'exec "$@"']),
+            " && ".join(steps + ['exec "$@"']),
             "sh",
         ]
-        super().__init__(home, ["ip", "netns", "exec", space, *inside])
+        super().__init__(home, ["ip", "netns", "exec", space] + inside)
 
     def kill(self) -> None:
         """SIGKILL all that runs on it, at once: the machine is lost."""

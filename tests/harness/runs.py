@@ -27,7 +27,7 @@ def copy_run(run: Path, to: Path) -> Path:
 def refusal(call: Callable, *args: object) -> str:
     """What a tool's `main` says about these words, in one line."""
     with pytest.raises(Refused) as refused:
-        call([*map(str, args)])
+        call(list(map(str, args)))
     return str(refused.value)
 
 
@@ -35,7 +35,7 @@ def start_tool(forks: Forks, processes: int, tool: str, *args: object) -> list[F
     """`python -m tools.<tool> <words>` on as many ranks, which are forks of a warm process;
     `.end()` waits for one.
     """
-    return forks.start_main(processes, functools.partial(_be_tool, tool, [*map(str, args)]))
+    return forks.start_main(processes, functools.partial(_be_tool, tool, list(map(str, args))))
 
 
 def _be_tool(tool: str, args: list[str]) -> None:

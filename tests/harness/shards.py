@@ -37,7 +37,7 @@ def list_class_images(folder: Path) -> list[Path]:
 def split_images(folder: Path, counts: Sequence[int]) -> list[list[Path]]:
     """The images of each shard; the last has all that are left."""
     files = iter(list_class_images(folder))
-    return [*([*itertools.islice(files, count)] for count in counts[:-1]), [*files]]
+    return [*(list(itertools.islice(files, count)) for count in counts[:-1]), list(files)]
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes, **facts: object) -> None:

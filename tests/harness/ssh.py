@@ -94,7 +94,7 @@ class Hosts:
         for node, server in self._servers.items():
             command = ["ip", "netns", "pids", node.space]
             pids = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            for pid in {*map(int, pids.split())} - {server.pid}:
+            for pid in set(map(int, pids.split())) - {server.pid}:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     command_lines.append(f"{node.name}: {' '.join(psutil.Process(pid).cmdline())}")
         return command_lines

@@ -53,17 +53,17 @@ def end_with_stacks(processes: Iterable[psutil.Process]) -> None:
     For that it needs Python's faulthandler, such as by PYTHONFAULTHANDLER=1 in its environment.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
-        heads = [*processes]
+        heads = list(processes)
         family = {child for head in heads for child in head.children(recursive=True)}
         for head in heads if family else ():
             # A launcher that sees a rank end would kill the others before they have written.
             head.suspend()
-        for part in (family - {*heads}, heads):
+        for part in (family - set(heads), heads):
             for process in part:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGABRT)
                     process.resume()
-            psutil.wait_procs([*part], _DUMP)
+            psutil.wait_procs(list(part), _DUMP)
         for process in (*heads, *family):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

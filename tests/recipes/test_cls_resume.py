@@ -220,7 +220,7 @@ def test_an_older_checkpoint_branches_off(train, whole, images, tmp_path):
     """In the same folder, a checkpoint that the run has left behind and changed data are refused."""
     shutil.copytree(whole, tmp_path / "run")
     before = content(tmp_path / "run")
-    longer = (*EVERYTHING, "--max_steps", 18)
+    longer = EVERYTHING + ["--max_steps", 18]
     newest, older = (
         tmp_path / "run/checkpoints" / name for name in ("step_00000012", "step_00000008")
     )
@@ -253,7 +253,7 @@ def test_same_command_resumes_elsewhere_but_not_by_another_seed(
     forks, images, tmp_path, tmp_path_factory
 ):
     """Without a --name: with another layout and cadence, and data at another place, as a requeued job's."""
-    command = ["--data", images, "--output_dir", tmp_path, *SMALL]
+    command = ["--data", images, "--output_dir", tmp_path] + SMALL
     assert forks(*command, observer=signal_at(6)).code == -signal.SIGKILL
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("cls-")

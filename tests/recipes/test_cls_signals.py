@@ -94,7 +94,7 @@ def test_asking_one_rank_stops_all_within_two_steps(forks, tmp_path) -> None:
         "step"
     ] <= 7
     assert run.checkpoint.name == f"step_{status['step']:08d}"
-    assert run.column("step").tolist() == [*range(1, status["step"] + 1)]
+    assert run.column("step").tolist() == list(range(1, status["step"] + 1))
 
 
 # A data set of one's own whose samples of the sixth step never come, on the last rank.
@@ -143,13 +143,9 @@ def test_a_signal_ends_the_reading_of_an_index_of_shards(forks, tmp_path) -> Non
         server.files["/train-000.tar"] = (tmp_path / "tars/train-000.tar").read_bytes()
         server.faults["/train-000.tar"] = ["", "silent"]
         args = (
-            "--output_dir",
-            tmp_path,
-            *STOPPED,
-            "--data",
-            f"{server.url}/train-000.tar",
-            "--image_size",
-            32,
+            ["--output_dir", tmp_path]
+            + STOPPED
+            + ["--data", f"{server.url}/train-000.tar", "--image_size", 32]
         )
         run = forks.start(*args, before=be_impatient)
         for _ in Limit(60).turns():
@@ -169,7 +165,7 @@ def test_a_signal_ends_the_reading_of_an_index_of_shards(forks, tmp_path) -> Non
 )
 def test_a_signal_ends_a_wait_that_does_not_end(forks, tmp_path, stuck, step, evaluated) -> None:
     """Steps that were made are saved, and an evaluation that was ended is made after the next step."""
-    args = ("--output_dir", tmp_path, *STOPPED)
+    args = ["--output_dir", tmp_path] + STOPPED
     if stuck == "data":
         options = {
             "recipe": copy(tmp_path / "stuck.py", STUCK),
@@ -195,7 +191,7 @@ def test_the_main_process_saves_although_another_hangs(forks, tmp_path) -> None:
     """
     recipe = copy(tmp_path / "stuck.py", STUCK)
     observer = signal_at(5, signal.SIGTERM)
-    args = ("--output_dir", tmp_path, *STOPPED)
+    args = ["--output_dir", tmp_path] + STOPPED
     ranks = forks.start_ranks(
         2, *args, recipe=recipe, observers={0: observer, 1: observer}, before=be_impatient
     )
@@ -223,11 +219,10 @@ def test_a_rank_that_is_killed_in_an_evaluation_does_not_move_it(forks, tmp_path
     """The run resumes from the checkpoint before, though the main process was asked to stop and
     could save.
     """
-    args = (
+    args = [
         "--output_dir",
         tmp_path,
-        *"--max_steps 9 --eval_every 6 --log_every 1 --checkpoint_every 3".split(),
-    )
+    ] + "--max_steps 9 --eval_every 6 --log_every 1 --checkpoint_every 3".split()
     killed = forks.start_ranks(
         2, *args, "--name", "killed", observers={0: LostEvaluation(), 1: LostEvaluation()}
     )
@@ -243,7 +238,7 @@ def test_a_rank_that_is_killed_in_an_evaluation_does_not_move_it(forks, tmp_path
 
 def test_steps_are_saved_although_the_evaluation_of_another_process_hangs(forks, tmp_path) -> None:
     """The second rank leaves alone, and says so: the evaluation is made after the next step."""
-    args = ("--output_dir", tmp_path, *STOPPED)
+    args = ["--output_dir", tmp_path] + STOPPED
     observers = {0: LostEvaluation(), 1: StuckEvaluation()}
     ranks = forks.start_ranks(2, *args, observers=observers, before=be_impatient)
     assert [fork.end().code for fork in ranks][1] == 75

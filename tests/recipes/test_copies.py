@@ -184,29 +184,28 @@ def runs(run_several, stripes, scenes, regions, tmp_path_factory) -> dict[str, d
             recipe = copy(folder / f"{kind}_{name}.py", *diffs, recipe=kind)
             cases[name] = [recipe, *data_args.get(name, data), *EXACT, *flags.split(), *output]
         if processes == 3:
-            cases["one_rank"] = [one_rank, *data, *short, *output]
+            cases["one_rank"] = [one_rank] + data + short + output
         else:
-            broken = [
-                copy(folder / "broken.py", BREAK),
-                *data,
-                *short,
-                "--checkpoint_every",
-                4,
-                *output,
-            ]
+            broken = (
+                [copy(folder / "broken.py", BREAK)]
+                + data
+                + short
+                + ["--checkpoint_every", 4]
+                + output
+            )
             # Nothing gets better than the first evaluation.
             stopped = [
                 *cases["module"],
                 *"--max_steps 40 --wait 8 --lr 1e-9 --name stopped".split(),
             ]
-            cases |= {"broken": broken, "broken again": [*broken, "--name", "broken"]}
-            cases |= {"stopped": stopped, "stopped, longer": [*stopped, "--max_steps", 44]}
-            cases["mean"] = [copy(folder / "mean.py", MEAN), *data, *short, *output]
+            cases |= {"broken": broken, "broken again": broken + ["--name", "broken"]}
+            cases |= {"stopped": stopped, "stopped, longer": stopped + ["--max_steps", 44]}
+            cases["mean"] = [copy(folder / "mean.py", MEAN)] + data + short + output
             for name in ("optimizers", "teacher"):
                 args = [word for word in cases[name][1:] if word not in data_args.get(name, ())]
-                cases[f"original of {name}"] = ["recipes/cls.py", *args, *data, "--max_steps", 1]
+                cases[f"original of {name}"] = ["recipes/cls.py"] + args + data + ["--max_steps", 1]
             student_args = [word for word in cases["teacher"] if word not in ("--data", stripes)]
-            cases["teacher of other classes"] = [*student_args, "--data", "digits"]
+            cases["teacher of other classes"] = student_args + ["--data", "digits"]
             module = cases["module"]
             cases["resumed"] = [*module, "--name", "resumed", "--max_steps", 4]
             cases["resumed, longer"] = [*module, "--name", "resumed"]
@@ -222,30 +221,18 @@ def runs(run_several, stripes, scenes, regions, tmp_path_factory) -> dict[str, d
                 "--eval_only",
                 folder / "runs_1/detector/best",
             ]
-            cases["without a name"] = [
-                one_rank,
-                *data,
-                *short,
-                "--max_steps",
-                1,
-                *output,
-                "--name",
-                "",
-            ]
-            same = [*data, *short, "--max_steps", 4, *output, "--name", "source"]
+            cases["without a name"] = (
+                [one_rank] + data + short + ["--max_steps", 1] + output + ["--name", ""]
+            )
+            same = data + short + ["--max_steps", 4] + output + ["--name", "source"]
             cases["original"] = same
             cases["finished by the original"] = [
-                copy(folder / "focal/cls.py", CHANGES["focal-loss"]),
-                *same,
-            ]
-            cases["allowed"] = [
-                folder / "focal/cls.py",
-                *same,
-                "--max_steps",
-                6,
-                "--allow_changed_source",
-            ]
-            cases["as before"] = ["recipes/cls.py", *same, "--max_steps", 7]
+                copy(folder / "focal/cls.py", CHANGES["focal-loss"])
+            ] + same
+            cases["allowed"] = (
+                [folder / "focal/cls.py"] + same + ["--max_steps", 6, "--allow_changed_source"]
+            )
+            cases["as before"] = ["recipes/cls.py"] + same + ["--max_steps", 7]
         outcomes[processes] = run_several(processes, cases, timeout=600)
     return outcomes
 
@@ -312,7 +299,7 @@ def test_a_fourth_channel_is_trained_evaluated_and_exported(runs) -> None:
 def test_pictures_of_four_channels_are_drawn(forks, stripes, tmp_path) -> None:
     draw_bands(stripes, tmp_path / "bands")
     recipe = copy(tmp_path / "cls_bands.py", CHANGES["more-channels-than-three"])
-    args = ["--data", tmp_path / "bands", *"--model test_vit --max_steps 2 --name drawn".split()]
+    args = ["--data", tmp_path / "bands"] + "--model test_vit --max_steps 2 --name drawn".split()
     ended = forks(*args, "--output_dir", tmp_path, recipe=recipe, pictures=True)
     assert ended.code == 0, ended
     for name in ("first_batch", "mistakes"):

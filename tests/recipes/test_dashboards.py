@@ -76,7 +76,7 @@ def die_with_all(run) -> None:
     while not written:
         time.sleep(0.01)
         if (run.path / "tensorboard").exists():
-            written = {*range(1, LAST - 1)} <= of_tensorboard(run.path).keys()
+            written = set(range(1, LAST - 1)) <= of_tensorboard(run.path).keys()
         else:
             written = any(run.path.glob("wandb/*run-*/*.wandb"))
     for process in [*psutil.Process().children(recursive=True), psutil.Process()]:
@@ -96,7 +96,7 @@ def test_each_row_and_picture_is_shown_once_through_a_kill(
 ) -> None:
     folder = tmp_path / "run"
     of_wandb = tracker != "tensorboard"
-    args = [*FLAGS[recipe].split(), *COMMON.split(), "--output_dir", tmp_path]
+    args = FLAGS[recipe].split() + COMMON.split() + ["--output_dir", tmp_path]
     args += [
         "--tracker",
         "wandb" if of_wandb else tracker,
@@ -128,7 +128,7 @@ def test_each_row_and_picture_is_shown_once_through_a_kill(
         row["step"]: row
         for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     }
-    assert list(rows) == [*range(1, STEPS + 1)]
+    assert list(rows) == list(range(1, STEPS + 1))
     assert all(
         {"train/weight_norm", "train/update_ratio", *COLUMNS[recipe]} <= row.keys()
         for row in rows.values()
@@ -164,7 +164,7 @@ def test_each_row_and_picture_is_shown_once_through_a_kill(
                 )
     # W&B's pictures of step 3 went with the machine.
     for step in range(6 if of_wandb else 3, STEPS + 1, 3):
-        assert {*PICTURES[recipe]} <= row_by_step[step].keys(), step
+        assert set(PICTURES[recipe]) <= row_by_step[step].keys(), step
         if of_wandb:
             assert {row_by_step[step][name]["path"] for name in PICTURES[recipe]} <= server.uploads
     for part, results in read(folder / "summary.json").items():
@@ -203,7 +203,7 @@ def test_the_best_model_is_an_artifact_of_each_end(forks, tmp_path) -> None:
     """
     flags = f"{FLAGS['cls']} --eval_every 2 --tracker wandb".split()
     args = [*flags, "--output_dir", tmp_path, "--name", "one run"]
-    artifact_args = [*args, "--wandb_artifact", "--wandb_entity", "team"]
+    artifact_args = args + ["--wandb_artifact", "--wandb_entity", "team"]
     codes = []
     counts = []
     starts = (
@@ -230,7 +230,7 @@ def test_the_best_model_is_an_artifact_of_each_end(forks, tmp_path) -> None:
     artifact = read_models(tmp_path / "one run")[-1]
     step = read(best / "run.json")["step"]
     assert artifact["name"] == "one-run"
-    assert {"best", f"step-{step}"} <= {*artifact["aliases"]}
+    assert {"best", f"step-{step}"} <= set(artifact["aliases"])
     uploads = {
         entry["path"]: Path(entry["local_path"]) for entry in artifact["manifest"]["contents"]
     }

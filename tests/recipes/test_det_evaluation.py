@@ -225,7 +225,7 @@ def test_users_of_best_get_the_ap_that_the_evaluation_gave(
             for detection in pipeline(file, threshold=0.0):
                 rows[file].append((detection["label"], detection["score"], detection["box"]))
     else:
-        monkeypatch.setattr(sys, "argv", ["detect.py", str(best), *files])
+        monkeypatch.setattr(sys, "argv", ["detect.py", str(best)] + files)
         capsys.readouterr()
         runpy.run_path("docs/detect.py")
         for line in capsys.readouterr().out.splitlines():

@@ -25,8 +25,8 @@ WHY = "--patience 2: no better top-1 since step 4"
 @pytest.fixture(scope="module")
 def runs(run_several, stripes) -> dict[str, Outcome]:
     """Runs that end early, again, and with larger flags, on two processes; and one on one process."""
-    args = [*WORDS, "--data", stripes]
-    waiting, timed = ([*args, "--name", name] for name in ("waiting", "timed"))
+    args = WORDS + ["--data", stripes]
+    waiting, timed = ((args + ["--name", name]) for name in ("waiting", "timed"))
     cases = {
         "waiting": [*waiting, "--patience", 2],
         "waiting again": [*waiting, "--patience", 2, "--max_steps", 50],
@@ -36,7 +36,7 @@ def runs(run_several, stripes) -> dict[str, Outcome]:
         "timed longer": [*timed, "--max_hours", 1, "--max_steps", 6],
         "timed shorter": [*timed, "--max_steps", 5],
     }
-    return run_several(2, cases) | run_several(1, {"one": [*args, "--patience", 3]})
+    return run_several(2, cases) | run_several(1, {"one": args + ["--patience", 3]})
 
 
 def ended(text: str, step: int, why: str) -> bool:
@@ -125,7 +125,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
     forks, stripes, tmp_path, flag, kills, steps
 ) -> None:
     """Killed between evaluations, after one that was no better; and when some hours were used up."""
-    args = [*WORDS, "--data", stripes, "--output_dir", tmp_path, flag, "--name"]
+    args = WORDS + ["--data", stripes, "--output_dir", tmp_path, flag, "--name"]
     for step in kills:
         died = forks(*args, "killed", observer=HourlySteps(kill_at=step))
         assert died.code == -signal.SIGKILL, died.stderr
@@ -135,8 +135,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
 
 
 def test_the_clock_of_the_main_process_decides_for_all(forks, stripes, tmp_path) -> None:
-    args = [
-        *WORDS,
+    args = WORDS + [
         "--data",
         stripes,
         "--output_dir",

@@ -47,7 +47,7 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path)
         coco(
             data,
             part,
-            [*numbers],
+            list(numbers),
             boxes,
             [{"id": 1, "name": "Person"}, {"id": 2, "name": "mug"}],
             **size,

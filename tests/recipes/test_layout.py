@@ -248,8 +248,8 @@ def more(
     return {
         "best/": best,
         "checkpoint": [recipes["sampled"], "--eval_only", run / f"checkpoints/step_{STEPS:08d}"],
-        "other classes": [*best, "--data", stripes],
-        "of the original": [recipes["cls"], *best[1:]],
+        "other classes": best + ["--data", stripes],
+        "of the original": [recipes["cls"]] + best[1:],
         "mixed": [recipes["cosface"], *args, "--data", stripes, "--mixup", 0.2],
     }
 
@@ -303,7 +303,7 @@ def runs(
                 flags = f"{case.flags} {sizes} {lengths} --dtype float64"
                 flags = flags.replace("RF_DETR_SEG", str(rf_detr_seg))
                 flags = flags.replace("RF_DETR", str(rf_detr))
-                commands[run] = [recipes[case.recipe], *flags.split(), *common]
+                commands[run] = [recipes[case.recipe]] + flags.split() + common
                 commands[run] += [
                     "--data",
                     data.get(name, data.get(case.recipe, folder / "identities")),
@@ -319,7 +319,7 @@ def runs(
     ).split()
     for name, env in {"bf16 FSDP": FSDP, "bf16 DDP": {}}.items():
         environment = env | {"ACCELERATE_MIXED_PRECISION": "bf16"}
-        outcomes |= run_several(2, {name: [recipes["cls"], *half]}, env=environment)
+        outcomes |= run_several(2, {name: [recipes["cls"]] + half}, env=environment)
     refused = {"of the original", "mixed"}
     assert not {
         name: run.text
@@ -344,7 +344,9 @@ def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> No
     assert CASES[case].recipe in ("sampled", "det") or losses[-3:].mean() < losses[:3].mean(), (
         "the compared run learns"
     )
-    assert cut.column("step").tolist() == [*range(1 + steps // 3 * name.count(" from "), steps + 1)]
+    assert cut.column("step").tolist() == list(
+        range(1 + steps // 3 * name.count(" from "), steps + 1)
+    )
     assert_same_training(whole, cut, start)
     keys = ["epoch", "samples", "train/lr", "eval/count", "eval/top1", "eval/ema_top1"]
     if CASES[case].recipe == "seg":
@@ -370,7 +372,7 @@ def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> No
     if CASES[case].recipe == "det":
         assert whole.rows[-1]["eval/count"] == 7, "every image once"
         parts = [key for key in whole.rows[0] if key.startswith("train/loss_")]
-        assert {"train/loss_class", "train/loss_box"} <= {*parts}
+        assert {"train/loss_class", "train/loss_box"} <= set(parts)
         np.testing.assert_allclose(sum(map(whole.column, parts)), losses, rtol=1e-12)
     if case in KINDS:
         processes = int(world[0])

@@ -106,9 +106,8 @@ def outcomes(run_several, tmp_path_factory) -> dict[str, Outcome]:
     )
     two = {"two": f"{FLAGS} --max_micro_batch_size 9 --output_dir {folder}/2".split()}
     two["of one rank"] = [
-        copy(folder / "of_one_rank.py", OF_ONE_RANK),
-        *"--max_steps 2 --model test_vit".split(),
-    ]
+        copy(folder / "of_one_rank.py", OF_ONE_RANK)
+    ] + "--max_steps 2 --model test_vit".split()
     return run_several(1, cases, recipe=script, pictures=True) | run_several(
         2, two, recipe=script, pictures=True
     )

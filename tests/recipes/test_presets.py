@@ -135,7 +135,7 @@ def trained(run_several, stripes, scenes, regions, rf_detr, thorough) -> dict[st
             flags += " --levels 3-5 --long_side 128"
         if path.stem == "coco_rfdetr_nano":  # has no timm backbone
             flags += f" --model {rf_detr} --width 128"
-        cases[path.stem] = [ROOT / f"recipes/{recipe}.py", *flags.split()]
+        cases[path.stem] = [ROOT / f"recipes/{recipe}.py"] + flags.split()
     return run_several(1, cases, timeout=600)
 
 

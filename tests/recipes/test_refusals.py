@@ -95,7 +95,7 @@ def matches(expected: str, line: str) -> bool:
 def words_of(command: str) -> list[str]:
     """The words of a row's command, as `several` takes them."""
     recipe, *args = shlex.split(command.replace("FIRST", FIRST).replace(";", r"\;"))
-    if not {"--config", "--eval_only"} & {*args}:
+    if not {"--config", "--eval_only"} & set(args):
         args = ["--config", f"recipes/presets/{'det_' * (recipe == 'det')}digits.yaml", *args]
     return [f"recipes/{recipe}.py", *args]
 

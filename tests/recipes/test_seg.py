@@ -27,7 +27,7 @@ def trained(forks, regions, tmp_path_factory) -> Outcome:
     data = shutil.copytree(regions, folder / "data")
     for split in ("train", "val"):
         (data / "images" / split / "1.jpg").write_bytes(b"no image")
-    args = ["--data", data, *WORDS, "--output_dir", folder / "runs", "--name", "a"]
+    args = ["--data", data] + WORDS + ["--output_dir", folder / "runs", "--name", "a"]
     ended = forks(*args, "--max_broken_share", 0.5, recipe="seg", pictures=True)
     assert ended.code == 0, ended
     return Outcome(stdout=ended.stdout, folder=folder / "runs/a")
@@ -125,7 +125,7 @@ def test_other_data_are_matched_by_the_names_of_their_classes(trained, forks, tm
 def test_impossible_settings_are_refused_in_one_line(
     flags, message, forks, regions, tmp_path
 ) -> None:
-    args = ["--data", regions, *WORDS, "--output_dir", tmp_path, *flags.split()]
+    args = ["--data", regions] + WORDS + ["--output_dir", tmp_path] + flags.split()
     ended = forks(*args, recipe="seg")
     assert ended.code == 2 and ended.stderr.startswith(f"seg.py: {message}"), ended
     assert len(ended.stderr.splitlines()) == 1

@@ -111,28 +111,30 @@ def runs(run_several, scenes, data, server, tmp_path_factory):
             "--cache",
             32,
         ],
-        "blocks": [*blocks, "--workers", 0],
-        "first half": [*blocks, *begun, "--max_steps", 5],
+        "blocks": blocks + ["--workers", 0],
+        "first half": blocks + begun + ["--max_steps", 5],
     }
     three = {
         "tars": ["--data", data / "tars", "--workers", 2],
-        "blocks": [*blocks, "--workers", 3],
-        "second half": [*blocks, *begun],
+        "blocks": blocks + ["--workers", 3],
+        "second half": blocks + begun,
         "evaluated": ["--data", data / "tars", "--eval_only", "BEST", "--split", "val"],
         "tried": ["--data", from_server(server, "tars"), "--dry_run"],
     }
     cases = {name: WORDS + args for name, args in single_rank_cases.items()}
     boxes = {
         "folder": [scenes],
-        "tars": [data / "boxes/*.tar", *XYWH],
-        "parquet": [from_server(server, "boxes"), *XYWH],
+        "tars": [data / "boxes/*.tar"] + XYWH,
+        "parquet": [from_server(server, "boxes")] + XYWH,
     }
     cases |= {
         f"boxes of {kind}": ["recipes/det.py", *BOXES, "--data", *args]
         for kind, args in boxes.items()
     }
     outcomes = {1: run_several(1, cases, env=KEY)}
-    server.faults |= {path: [*FAULTS] for path in server.files if path.startswith("/parquet/train")}
+    server.faults |= {
+        path: list(FAULTS) for path in server.files if path.startswith("/parquet/train")
+    }
     best = outcomes[1]["tars"].folder / "best"
     args_by_case = {
         name: [str(word).replace("BEST", str(best)) for word in args]
@@ -169,7 +171,7 @@ def test_shards_of_boxes_train_as_their_folder_bit_for_bit(runs, kind):
 @pytest.mark.long
 def test_shards_of_boxes_train_the_same_on_three_processes(runs, run_several, data, server):
     """Of blocks also with mosaics, whose other images come from the same step."""
-    args = [*BOXES, *XYWH, "--data"]
+    args = BOXES + XYWH + ["--data"]
     det = {"recipe": "recipes/det.py", "env": KEY}
     tars = [*args, data / "boxes/*.tar"]
     blocks = [
@@ -183,12 +185,12 @@ def test_shards_of_boxes_train_the_same_on_three_processes(runs, run_several, da
         0.5,
     ]
     single_rank = {"tars": runs[1]["boxes of tars"]} | run_several(
-        1, {"blocks": [*blocks, "--workers", 2]}, **det
+        1, {"blocks": blocks + ["--workers", 2]}, **det
     )
     three = {
         "tars": tars,
         "blocks": blocks,
-        "evaluated": [*tars, "--eval_only", single_rank["tars"].folder / "best"],
+        "evaluated": tars + ["--eval_only", single_rank["tars"].folder / "best"],
     }
     outcomes = run_several(3, three, **det)
     for kind in ("tars", "blocks"):

@@ -59,11 +59,11 @@ def test_lines_are_logged_without_control_characters(opened, capsys) -> None:
     journal.flush()
     lines = capsys.readouterr().out.splitlines()
     table = ["  data   digits", "  model  x\\r\\ny"]
-    assert lines[:4] == [
-        "a\\nb \\x1b[2J \\x9b \\u202e \\udcff é 足",
-        *table,
-        "step 10/30  loss 0.5123  top-1 0.875",
-    ]
+    assert lines[:4] == (
+        ["a\\nb \\x1b[2J \\x9b \\u202e \\udcff é 足"]
+        + table
+        + ["step 10/30  loss 0.5123  top-1 0.875"]
+    )
     # Once there is a pace.
     assert lines[4].startswith("step 20/30  top-1 1  ") and lines[4].endswith(" s left")
     assert [line.split("  ", 1)[1] for line in (path / "log.txt").read_text().splitlines()] == lines

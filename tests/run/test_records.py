@@ -173,7 +173,7 @@ def test_pictures_carry_their_step_and_take_little_time(records) -> None:
     (path,) = recorder.log._tracker.pictures[12].values()
     assert path.name == "a.png"
     recorder.draw("b", lambda path: path.no_such_attribute)
-    assert [*recorder.log._tracker.pictures[12]] == ["a"], (
+    assert list(recorder.log._tracker.pictures[12]) == ["a"], (
         "a picture that could not be drawn is not sent"
     )
     recorder.share()  # a start that resumes has drawn nothing and trained nothing

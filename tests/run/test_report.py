@@ -175,11 +175,6 @@ def test_the_command_to_repeat_is_one_command(tmp_path) -> None:
         (tmp_path / "environment.json").write_text(json.dumps(facts))
         args = shlex.split(PastRun(tmp_path).repeat_command)
         config = str(tmp_path / "config.yaml")
-        assert args == [
-            *launch.split(),
-            "mine.py; x",
-            "--config",
-            config,
-            "--name",
-            f"{tmp_path.name}-again",
-        ]
+        assert args == (
+            launch.split() + ["mine.py; x", "--config", config, "--name", f"{tmp_path.name}-again"]
+        )

@@ -29,7 +29,7 @@ CHANGED = (
 def test_the_dry_run_names_settings_and_the_real_length(run_several, tmp_path) -> None:
     script = copy(tmp_path / "mine.py", FLAG)
     args = f"--max_steps 50 --dry_run {CHANGED}".split()
-    outcome = run_several(1, {"mine": [script, *args]})["mine"]
+    outcome = run_several(1, {"mine": [script] + args})["mine"]
     assert outcome.outcome == "ok", outcome.text
     table = dict(re.findall(r"^  ([a-z ]+?)  +(.*)$", outcome.stdout, re.M))
     named = set(table["settings"].split(", "))

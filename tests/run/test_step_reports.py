@@ -161,7 +161,7 @@ def test_all_ranks_get_the_same_reports_one_step_later_in_order(processes: Proce
     assert reports[2].broken == ("1.png: torn",)
     assert reports[0].update == reports[2].update == {}
     assert reports[3].update == {"lr_head": 0.4, "weight_norm": 4.0, "update_ratio": 2.0}
-    assert [[*report.ready] for report in reports] == [
+    assert [list(report.ready) for report in reports] == [
         [],
         [30.0, 32.0, 34.0],
         [],
