@@ -58,11 +58,11 @@ ROOM_OF = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    said = (
+    help_text = (
         "only tests of these rooms, joined by commas, and of rooms that import them; ground: all "
         "but"
     )
-    parser.addoption("--room", help=f"{said} {', '.join(NEIGHBOURS)}")
+    parser.addoption("--room", help=f"{help_text} {', '.join(NEIGHBOURS)}")
 
 
 @functools.cache
@@ -84,8 +84,8 @@ def rooms_above(room: str) -> set[str]:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out what `--room` does not name."""
-    wanted = config.getoption("--room")
-    if not wanted or collection_path.suffix != ".py":
+    rooms = config.getoption("--room")
+    if not rooms or collection_path.suffix != ".py":
         return None
     path = collection_path.relative_to(Path(__file__).parent)
     top = path.parts[0]
@@ -94,8 +94,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     )
     left_out = (
         room in NEIGHBOURS
-        if wanted == "ground"
-        else not any(room in rooms_above(each) for each in wanted.split(","))
+        if rooms == "ground"
+        else not any(room in rooms_above(each) for each in rooms.split(","))
     )
     return left_out or None
 
@@ -120,7 +120,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     items.sort(
         key=lambda item: next(
-            (place for place, path in enumerate(SLOW) if item.nodeid.startswith(path)), len(SLOW)
+            (index for index, path in enumerate(SLOW) if item.nodeid.startswith(path)), len(SLOW)
         )
     )
 
@@ -198,10 +198,11 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
         run_main: Callable[..., CompletedProcess] | None = None,
     ) -> dict[str, Outcome]:
         scratch = tmp_path_factory.mktemp("several")
-        commands, folders = [], []
-        for name, words in cases.items():
-            of_case = words[0] if words and str(words[0]).endswith(".py") else recipe
-            words = [*map(str, words if as_typed else small(words, of_case))]
+        commands = []
+        folders = []
+        for name, args in cases.items():
+            of_case = args[0] if args and str(args[0]).endswith(".py") else recipe
+            args = list(map(str, args if as_typed else small(args, of_case)))
             defaults = {
                 "--name": name,
                 "--output_dir": scratch / "runs",
@@ -209,10 +210,10 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
                 "--workers": 0,
             }
             for flag, value in defaults.items():
-                words += [] if flag in words else [flag, str(value)]
-            commands.append(words)
+                args += [] if flag in args else [flag, str(value)]
+            commands.append(args)
             folders.append(
-                Path(words[words.index("--output_dir") + 1]) / words[words.index("--name") + 1]
+                Path(args[args.index("--output_dir") + 1]) / args[args.index("--name") + 1]
             )
         file = scratch / "CASES.json"
         file.write_text(json.dumps(commands))

@@ -115,15 +115,15 @@ def test_files_differ_only_in_precision_number_of_machines_and_devices() -> None
 
 @pytest.mark.smoke
 def test_files_that_shard_differ_only_in_the_sharding() -> None:
-    kept = {"distributed_type", "fsdp_config", "parallelism_config"}
-    for name, other in {"fsdp_cpu": "multi_cpu", "fsdp_bf16": "multi_gpu_bf16"}.items() | {
+    allowed = {"distributed_type", "fsdp_config", "parallelism_config"}
+    for name, base in {"fsdp_cpu": "multi_cpu", "fsdp_bf16": "multi_gpu_bf16"}.items() | {
         (f"2node_{kind}_bf16", "2node_bf16") for kind in ("fsdp", "hsdp")
     }:
-        mine, theirs = (
-            {key: value for key, value in keys_of(file).items() if key not in kept}
-            for file in (name, other)
+        actual, expected = (
+            {key: value for key, value in keys_of(file).items() if key not in allowed}
+            for file in (name, base)
         )
-        assert mine == theirs, name
+        assert actual == expected, name
         command = launch_command_parser().parse_args(
             ["--config_file", str(FOLDER / f"{name}.yaml"), "recipes/cls.py"]
         )
@@ -169,7 +169,8 @@ def test_a_cpu_file_starts_ranks_that_hear_each_other(
 def test_a_rehearsal_of_two_machines_makes_one_world_and_a_forgotten_address_is_named(
     launch, probe, tmp_path
 ) -> None:
-    forgotten, port = launch.start("2node_cpu", probe, tmp_path), free_port()
+    forgotten = launch.start("2node_cpu", probe, tmp_path)
+    port = free_port()
     flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
     first = launch.start("2node_cpu", probe, tmp_path, flags=flags)
     await_listener("127.0.0.1", port, timeout=60)  # before that it looks whether the port is free

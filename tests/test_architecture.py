@@ -32,8 +32,10 @@ SHARED = (OptimizationConfig, RunConfig)
 # What a person reads who opens a recipe: names of the project in `main`, `run.x` included.
 MOST_NAMES_IN_MAIN = 30
 MOST_LINES = {"cls": 290, "det": 280, "seg": 250}
-MOST_MODULES, MOST_IMPORTED_NAMES = 9, 34
-MOST_ARGUMENTS_OF_PREPARE, MOST_METHODS_OF_RUN = 6, 15
+MOST_MODULES = 9
+MOST_IMPORTED_NAMES = 34
+MOST_ARGUMENTS_OF_PREPARE = 6
+MOST_METHODS_OF_RUN = 15
 MOST_FIELDS = 46
 
 STEP = ["backward", "clip_gradients", "step", "zero_grad"]
@@ -150,7 +152,7 @@ def names_in_main(source: str) -> set[str]:
         if isinstance(node, ast.Assign)
         for target in node.targets
     }
-    nodes = [*ast.walk(main_of(tree))]
+    nodes = list(ast.walk(main_of(tree)))
     attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
     of_run = {name for name in attributes if re.fullmatch(r"run\.\w+", name)}
     return of_run | project & {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -172,8 +174,8 @@ def out_of_order(source: str) -> list[str]:
 def hidden_step(source: str) -> list[str]:
     """Lines of the step that don't stand in `main`, in their order."""
     calls = [node for node in ast.walk(main_of(ast.parse(source))) if isinstance(node, ast.Call)]
-    called = [name_of(call.func) for call in sorted(calls, key=lambda call: call.lineno)]
-    return [] if [name for name in called if name in STEP] == STEP else [f"main calls {called}"]
+    callees = [name_of(call.func) for call in sorted(calls, key=lambda call: call.lineno)]
+    return [] if [name for name in callees if name in STEP] == STEP else [f"main calls {callees}"]
 
 
 def rank_tests(source: str) -> list[str]:
@@ -190,7 +192,8 @@ def bad_fields(source: str) -> list[str]:
 
     A shared field that is stated again, to show its default, has its docstring where it is shared.
     """
-    wrong, explained = [], {field.name for base in SHARED for field in dataclasses.fields(base)}
+    wrong = []
+    explained = {field.name for base in SHARED for field in dataclasses.fields(base)}
     for node in ast.parse(source).body:
         if (
             isinstance(node, ast.ClassDef)
@@ -233,7 +236,7 @@ def test_a_recipe_is_one_page(name: str) -> None:
     listed = {room: import_module(f"common.{room}").__all__ for room in FACES}
     for node in imports_of(source):
         room = node.module.removeprefix("common.")
-        assert room not in listed or {alias.name for alias in node.names} <= {*listed[room]}, (
+        assert room not in listed or {alias.name for alias in node.names} <= set(listed[room]), (
             f"{node.module}.__all__"
         )
         for alias in node.names:

@@ -26,7 +26,7 @@ def test_the_copy_repeats_the_losses_of_the_script(launch, tmp_path) -> None:
     script = launch.start_python(tmp_path / "whole.py", env=env, cwd=tmp_path)
     [diff] = re.findall("```diff\n(@@.*?)```", PAGE, re.S)
     (tmp_path / "train.py").write_text(apply(diff, (ROOT / "recipes/cls.py").read_text()))
-    words = [
+    args = [
         tmp_path / "train.py",
         "--config",
         FOLDER / "mine.yaml",
@@ -35,18 +35,21 @@ def test_the_copy_repeats_the_losses_of_the_script(launch, tmp_path) -> None:
         "--log_every",
         1,
     ]
-    words += ["--workers", 1, "--tracker", "none", "--output_dir", tmp_path, "--name", "run"]
+    args += ["--workers", 1, "--tracker", "none", "--output_dir", tmp_path, "--name", "run"]
     # A script finds modules beside it by itself.
-    run = launch("multi_cpu", *words, env={"PYTHONPATH": str(FOLDER)})
+    run = launch("multi_cpu", *args, env={"PYTHONPATH": str(FOLDER)})
     assert run.returncode == 0, run
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    losses, accuracies = [row["train/loss"] for row in rows], [row["eval/top1"] for row in rows]
-    assert len(losses) == 6 and all(later < earlier - 0.01 for earlier, later in pairwise(losses))
+    losses = [row["train/loss"] for row in rows]
+    accuracies = [row["eval/top1"] for row in rows]
+    assert len(losses) == 6 and all(
+        following < previous - 0.01 for previous, following in pairwise(losses)
+    )
     done = script.finish(180)
     printed = done.stdout + done.stderr
     assert [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)] == pytest.approx(
         losses, abs=EXACT
     ), printed
-    assert [float(found) for found in re.findall(r"accuracy (\d\.\d+)", printed)] == pytest.approx(
-        accuracies, abs=1e-4
-    )
+    assert [
+        float(accuracy) for accuracy in re.findall(r"accuracy (\d\.\d+)", printed)
+    ] == pytest.approx(accuracies, abs=1e-4)

@@ -72,8 +72,10 @@ def test_the_comparison_sees_losses_samples_and_kills(launch: Launcher, tmp_path
 def test_the_comparison_prints_rows(launch: Launcher, tmp_path) -> None:
     done = launch.start_python("-c", ROWS, tmp_path / "chart.png").finish(120)
     assert done.returncode == 0, done.stderr
-    theirs, absent, missing = done.stdout.splitlines()
-    assert theirs == "| theirs | 1.5e-01, 2.3e-16, 2.0e-01, 1.0e-02 | 24.75, 25.49 | 7/0 | None |"
+    table_row, absent, missing = done.stdout.splitlines()
+    assert (
+        table_row == "| theirs | 1.5e-01, 2.3e-16, 2.0e-01, 1.0e-02 | 24.75, 25.49 | 7/0 | None |"
+    )
     assert absent == "| absent | No module named 'absent' |"
     assert missing == """{'absent': "No module named 'subjects.absent'"}"""
     assert (tmp_path / "chart.png").stat().st_size > 10_000

@@ -12,7 +12,9 @@ from common.durable import make_folder, remove, replace_file, replace_folder, sy
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is synced and renamed, in order."""
     done: list[str] = []
-    fsync, rename, replace = os.fsync, os.rename, os.replace
+    fsync = os.fsync
+    rename = os.rename
+    replace = os.replace
 
     def synced(descriptor: int) -> None:
         status = os.fstat(descriptor)
@@ -100,7 +102,8 @@ def test_a_write_that_fails_leaves_the_old_file(
 
 @pytest.mark.parametrize("final", ["nothing", "a link"])
 def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path: Path, final: str) -> None:
-    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim = tmp_path / "victim"
+    run = tmp_path / "run"
     victim.write_text("mine")
     run.mkdir()
     for name in (".file.tmp", *["file"] * (final == "a link")):

@@ -17,7 +17,7 @@ def test_a_folder_may_be_deeper_than_the_recursion_limit(tmp_path: Path) -> None
     deep = [str(tmp_path) + "/a" * depth for depth in range(1, 1101)]
     for folder in deep:
         os.mkdir(folder)
-    assert [folder for folder, _ in walk(tmp_path)] == [str(tmp_path), *deep]
+    assert [folder for folder, _ in walk(tmp_path)] == ([str(tmp_path)] + deep)
     for folder in reversed(deep):  # which pytest could not
         os.rmdir(folder)
 

@@ -34,10 +34,8 @@ def test_mixing_never_collides_and_turns_half_of_the_bits() -> None:
 
 
 def test_uniforms_are_uniform_within_a_key_and_independent_between_keys() -> None:
-    first, second = (
-        uniforms(np.arange(100_000), key_of(0, "a")),
-        uniforms(np.arange(100_000), key_of(0, "b")),
-    )
+    first = uniforms(np.arange(100_000), key_of(0, "a"))
+    second = uniforms(np.arange(100_000), key_of(0, "b"))
     assert 0 <= first.min() and first.max() < 1
     counts, *_ = np.histogram2d(first, second, bins=10, range=[[0, 1], [0, 1]])
     # chi-square with 99 degrees of freedom: p = 0.001.

@@ -26,7 +26,7 @@ from PIL import Image
 from torch.distributed.run import get_args_parser
 
 from common.config.parsing import parse
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -79,11 +79,11 @@ class Block:
 
 def blocks() -> list[Block]:
     pattern = r"(?:<!-- needs: (.+?) -->\n|<!-- from: (.+?) -->\n)?^```(\w*)\n(.*?)^```$"
-    found = re.findall(pattern, README, re.MULTILINE | re.DOTALL)
-    assert 2 * len(found) == README.count("```"), (
+    matches = re.findall(pattern, README, re.MULTILINE | re.DOTALL)
+    assert 2 * len(matches) == README.count("```"), (
         "a block that is not understood here would go untested"
     )
-    return [Block(language, text, needs, file) for needs, file, language, text in found]
+    return [Block(language, text, needs, file) for needs, file, language, text in matches]
 
 
 @pytest.mark.smoke
@@ -98,10 +98,12 @@ def test_every_block_is_run_or_says_what_it_needs() -> None:
 def test_the_loop_stands_in_the_recipe() -> None:
     """In the same order and depth; comments may differ, and ... stands for the rest."""
     [loop] = [block for block in blocks() if block.file]
-    shown = [line.partition("  # ")[0] for line in loop.text.splitlines() if line.strip() != "..."]
+    page_lines = [
+        line.partition("  # ")[0] for line in loop.text.splitlines() if line.strip() != "..."
+    ]
     indent = " " * 8  # in `main`, inside `with Run(...)`
     lines = iter(line.partition("  # ")[0] for line in (ROOT / loop.file).read_text().splitlines())
-    assert [line for line in shown if indent + line not in lines] == [], (
+    assert [line for line in page_lines if indent + line not in lines] == [], (
         "not in the recipe, or in another order"
     )
 
@@ -111,12 +113,12 @@ def test_commands_that_need_hardware_exist(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     for block in blocks():
         for line in block.text.splitlines() if block.needs else []:
-            words = shlex.split(line)
-            assert words[:2] == ["accelerate", "launch"], line
-            launched = launch_command_parser().parse_args(words[2:])
+            args = shlex.split(line)
+            assert args[:2] == ["accelerate", "launch"], line
+            launched = launch_command_parser().parse_args(args[2:])
             assert Path(launched.config_file).is_file(), line
             assert Path(launched.training_script).is_file(), line
-            parse(load(Path(launched.training_script)).Config, launched.training_script_args)
+            parse(load_recipe(Path(launched.training_script)).Config, launched.training_script_args)
 
 
 @pytest.mark.smoke
@@ -126,8 +128,7 @@ def test_links_lead_to_files_and_headings() -> None:
         ROOT / "CONTRIBUTING.md",
         ROOT / "SECURITY.md",
         ROOT / "cluster/README.md",
-        *sorted((ROOT / "docs").glob("*.md")),
-    ]
+    ] + sorted((ROOT / "docs").glob("*.md"))
     missing = []
     for page in pages:
         for target, anchor in LINK.findall(page.read_text()):
@@ -145,7 +146,7 @@ def anchors(page: str) -> set[str]:
 
 @pytest.mark.smoke
 def test_every_flag_that_a_page_names_exists() -> None:
-    configs = [load(path).Config for path in sorted((ROOT / "recipes").glob("*.py"))]
+    configs = [load_recipe(path).Config for path in sorted((ROOT / "recipes").glob("*.py"))]
     flags = {field.name for config in configs for field in dataclasses.fields(config)} | {
         "config",
         "help",
@@ -214,12 +215,12 @@ def repository(tmp_path) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     author = ["-c", "user.name=reader", "-c", "user.email=reader@example.org"]
-    for words in (
+    for args in (
         ["init", "--quiet"],
         ["add", "--all"],
-        [*author, "commit", "--quiet", "--message", "all"],
+        (author + ["commit", "--quiet", "--message", "all"]),
     ):
-        subprocess.run(["git", *words], cwd=folder, check=True)
+        subprocess.run(["git", *args], cwd=folder, check=True)
     return folder
 
 
@@ -257,8 +258,8 @@ def test_a_newcomer_can_type_the_readme_from_top_to_bottom(repository, home, tmp
         text=True,
         timeout=900,
     )
-    said = f"{done.stdout}\n{done.stderr}"
-    assert done.returncode == 0, said
+    output = f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, output
 
     clone = tmp_path / "vision-recipes"
     demo = next(path for path in (clone / "runs").iterdir() if path.name.startswith("cls-"))
@@ -266,7 +267,7 @@ def test_a_newcomer_can_type_the_readme_from_top_to_bottom(repository, home, tmp
     for run in (demo, clone / "runs" / "digits", clone / "runs" / "flowers"):
         for name in re.findall(r"[\w.]+(?:/|\.\w+)", between(README, "    best/", "W&B records")):
             if name != "wandb/" or run == demo:  # the others ran without a tracker
-                assert (run / name).exists(), f"{run / name} is promised\n{said}"
+                assert (run / name).exists(), f"{run / name} is promised\n{output}"
         written = {path.name for path in run.iterdir() if not path.name.startswith(".")}
         written |= {
             key
@@ -283,7 +284,7 @@ def test_a_newcomer_can_type_the_readme_from_top_to_bottom(repository, home, tmp
             "docs/run_folder.md must name all there is"
         )
     for name in ("curves.png", "confusion.png", "mistakes.png"):
-        assert (demo / "pictures" / name).is_file(), said
+        assert (demo / "pictures" / name).is_file(), output
     model = demo / "best" / "model.safetensors"
     assert model.stat().st_mode & 0o777 == (demo / "summary.json").stat().st_mode & 0o777, (
         "for more than its owner"

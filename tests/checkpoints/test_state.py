@@ -212,21 +212,21 @@ def test_steps_that_overflow_change_nothing(request) -> None:
 
 def test_a_run_in_fp16_resumes_in_another_precision() -> None:
     whole = Training({}, fp16=True).train(0, 3)
-    other = Training({})
-    other.state.load(copy.deepcopy(whole.state.get_tensors()), copy_values(whole.state))
-    assert other.state.get_values()["optimizer"] == whole.state.get_values()["optimizer"]
-    assert all(map(identical, get_trained(other.state), get_trained(whole.state)))
-    other.train(3, 5)
+    resumed = Training({})
+    resumed.state.load(copy.deepcopy(whole.state.get_tensors()), copy_values(whole.state))
+    assert resumed.state.get_values()["optimizer"] == whole.state.get_values()["optimizer"]
+    assert all(map(identical, get_trained(resumed.state), get_trained(whole.state)))
+    resumed.train(3, 5)
 
 
 def test_the_tensors_of_another_model_are_named() -> None:
     state = TrainingState(Network())
     before = copy.deepcopy(state.model.state_dict())
-    other = Network()
-    other.head = nn.Linear(8, 7)
-    other.extra = nn.Linear(1, 1, bias=False)
-    del other.scale
-    shapes = {"model": {name: tuple(tensor.shape) for name, tensor in other.state_dict().items()}}
+    network = Network()
+    network.head = nn.Linear(8, 7)
+    network.extra = nn.Linear(1, 1, bias=False)
+    del network.scale
+    shapes = {"model": {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}}
     with pytest.raises(Refused) as raised:
         state.check(shapes, "runs/a/step_00000003")
     assert str(raised.value) == (

@@ -70,7 +70,7 @@ def test_tensors_come_back_as_they_were_also_tied_and_strided(tmp_path: Path) ->
     path = Checkpoints(tmp_path).save({"step": 200, "best": {"top1": 0.5}}, expected)
     assert path == tmp_path / "step_00000200"
     tensor_files = [f"{file}.safetensors" for file in expected]
-    assert list_names(path) == sorted(["manifest.json", *tensor_files, "record.json"])
+    assert list_names(path) == sorted(["manifest.json"] + tensor_files + ["record.json"])
     # Whoever may read the folder may read the files.
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {path.stat().st_mode & 0o666}
     checkpoint = verify(path)

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.two_machines import WORDS
-from tests.harness.runs import made_once
+from tests.harness.runs import train_once
 from tests.harness.ssh import Hosts
 
 
 @pytest.fixture(scope="session")
 def alone(forks, tmp_path_factory) -> Path:
     """The run folder of one process."""
-    with made_once(tmp_path_factory, "alone") as (run, is_to_be_made):
+    with train_once(tmp_path_factory, "alone") as (run, is_to_be_made):
         if is_to_be_made:
             done = forks(*WORDS, "--output_dir", run.parent, "--name", run.name)
             assert done.code == 0, done.stderr

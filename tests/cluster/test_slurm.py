@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.harness.debian import require_package
-from tests.harness.launching import ROOT, inherited
+from tests.harness.launching import ROOT, inherit_environment
 from tests.harness.machines import Node, machines, require_namespaces
 from tests.harness.outcomes import Outcome
 from tests.harness.resumed import STEPS, assert_same_run
@@ -170,7 +170,7 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
             "--force",
             *(f"--{flag}={folder / name}" for flag, name in names.items()),
         ]
-        environ = {**inherited(), "SLURM_CONF": str(folder / "slurm.conf")}
+        environ = {**inherit_environment(), "SLURM_CONF": str(folder / "slurm.conf")}
         log = (folder / "daemons.log").open("w")
 
         def start(node: Node, *words: str) -> subprocess.Popen:

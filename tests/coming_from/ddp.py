@@ -11,7 +11,11 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from torchvision import transforms
 
-EPOCHS, BATCH, RATE, GPUS = 6, 32, 0.05, 2  # the batch is that of one GPU
+# the batch is that of one GPU
+EPOCHS = 6
+BATCH = 32
+RATE = 0.05
+GPUS = 2
 
 
 def main(rank):
@@ -43,7 +47,7 @@ def main(rank):
             model.eval()
             with torch.no_grad():
                 logits = ((model.module(images.to(device)).cpu(), labels) for images, labels in val)
-                right = sum((found.argmax(1) == labels).sum().item() for found, labels in logits)
+                right = sum((scores.argmax(1) == labels).sum().item() for scores, labels in logits)
             print(
                 f"epoch {epoch}: loss {loss.item():.6f}, accuracy {right / len(val.dataset):.4f}",
                 flush=True,

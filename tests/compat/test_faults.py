@@ -18,7 +18,7 @@ import torch
 
 import compat.horovod as hvd
 from tests.harness.forked import Ended, Forks
-from tests.harness.launching import ROOT, free_port, inherited
+from tests.harness.launching import ROOT, free_port, inherit_environment
 
 
 def ended(forks: Forks, case: functools.partial, **environment: object) -> list[Ended]:
@@ -139,7 +139,7 @@ def test_a_rank_that_leaves_without_shutdown() -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(PROGRAM)],
-            env=inherited()
+            env=inherit_environment()
             | world
             | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
             cwd=ROOT,

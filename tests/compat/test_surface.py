@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import compat.horovod as hvd
-from tests.harness.launching import ROOT, inherited
+from tests.harness.launching import ROOT, inherit_environment
 
 FACTORS = "prescale_factor postscale_factor"
 PARAMETERS = {
@@ -101,7 +101,7 @@ except AttributeError as error:
 
 
 def test_every_spelling_is_the_same_module() -> None:
-    environment = inherited() | {"PYTHONPATH": str(ROOT / "compat/aliases")}
+    environment = inherit_environment() | {"PYTHONPATH": str(ROOT / "compat/aliases")}
     done = subprocess.run(
         [sys.executable, "-c", SPELLINGS], env=environment, cwd=ROOT, capture_output=True, text=True
     )

@@ -194,36 +194,36 @@ def test_a_saved_configuration_comes_back_as_it_was(config: Config) -> None:
 
 
 def shown_by(
-    capsys: pytest.CaptureFixture, *words: str, config: type = Config
+    capsys: pytest.CaptureFixture, *args: str, config: type = Config
 ) -> tuple[str, list[str]]:
     """The help text, and the flags that it explains."""
     with pytest.raises(SystemExit) as end:
-        parse(config, [*words], "cls.py")
+        parse(config, list(args), "cls.py")
     assert not end.value.code
     text = capsys.readouterr().out
     return text, re.findall(r"^  --(\w+)", text, re.MULTILINE)
 
 
 def test_help_shows_few_flags_and_help_all_every_one(capsys, preset, monkeypatch) -> None:
-    every = ["config", *(field.name for field in dataclasses.fields(Config))]
+    all_flags = ["config", *(field.name for field in dataclasses.fields(Config))]
     for flag in ("--help", "-h"):
         text, few = shown_by(capsys, "--lr", "1", flag)
-        assert {"config", "data", "lr", "epochs", "name"} <= {*few} < {
-            *every
-        } and "temperature" not in few
+        assert {"config", "data", "lr", "epochs", "name"} <= set(few) < set(
+            all_flags
+        ) and "temperature" not in few
         assert (
-            f"These are {len(few)} of {len(every)} flags; --help all shows every one." in text
+            f"These are {len(few)} of {len(all_flags)} flags; --help all shows every one." in text
             and "cls.py" in text
         )
         text, flags = shown_by(capsys, flag, "all")
         assert (
-            sorted(flags) == sorted(every)
+            sorted(flags) == sorted(all_flags)
             and "A switch that is off." in text
             and "These are" not in text
         )
         assert flags.index("data") < flags.index("val_share") < flags.index("global_batch_size")
         groups = re.findall(r"^(\w+):$", text, re.MULTILINE)
-        assert len(groups) == len({*groups}) == 8 and groups.index("data") < groups.index(
+        assert len(groups) == len(set(groups)) == 8 and groups.index("data") < groups.index(
             "optimization"
         )
     file = preset("temperature: 0.4321")
@@ -251,9 +251,9 @@ def test_a_field_that_no_flag_can_set_is_refused_by_name() -> None:
 
 def test_a_field_may_decide_on_defaults_of_others(preset) -> None:
     assert parse(Config, ["--init", "lion"]) == Config(init="lion", opt="lion", loss="bce", seed=7)
-    given = parse(Config, [*preset("seed: 3"), "--init", "lion", "--loss", "ce"])
-    assert given == Config(init="lion", opt="lion", loss="ce", seed=3)
-    assert parse(Config, [*preset("init: lion")]).seed == 7
+    config = parse(Config, [*preset("seed: 3"), "--init", "lion", "--loss", "ce"])
+    assert config == Config(init="lion", opt="lion", loss="ce", seed=3)
+    assert parse(Config, list(preset("init: lion"))).seed == 7
 
 
 def test_fields_that_may_change_do_not_define_a_run() -> None:

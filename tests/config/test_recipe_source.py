@@ -49,7 +49,7 @@ def test_a_recipe_is_its_file_and_the_modules_beside_it(tmp_path, monkeypatch) -
         tmp_path, monkeypatch, hard=hard, common____init__="", common__run="", far="", **files
     )
     assert next(iter(read)) == "hard.py"
-    assert {*read} == {"hard.py", "losses/focal.py", "mine.py", "deep.py", "near.py"}
+    assert set(read) == {"hard.py", "losses/focal.py", "mine.py", "deep.py", "near.py"}
     assert read["losses/focal.py"] == LOSS
     assert (
         recipe_source.get_recipe_name() == "hard"

@@ -34,15 +34,15 @@ def test_names_of_other_tools_lead_to_flags_of_the_recipe(recipe: str) -> None:
 
 
 def test_flags_in_the_tables_exist_in_recipes_or_in_the_launcher() -> None:
-    named = {*re.findall(r"--(\w+)", " ".join(HINTS))}
+    named = set(re.findall(r"--(\w+)", " ".join(HINTS)))
     assert named <= FIELDS["cls"] | FIELDS["det"] | {"config"}
     options = {
         word for action in launch_command_parser()._actions for word in action.option_strings
     }
-    first, *others = LAUNCHER_HINTS
-    assert {f"--{name}" for name in LAUNCHER_HINTS[first].split()} | {
-        *re.findall(r"--\w+", " ".join(others))
-    } <= options
+    first, *other_hints = LAUNCHER_HINTS
+    assert {f"--{name}" for name in LAUNCHER_HINTS[first].split()} | set(
+        re.findall(r"--\w+", " ".join(other_hints))
+    ) <= options
     assert not {name for names in LAUNCHER_HINTS.values() for name in names.split()} & named
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from common.checkpoints.store import Checkpoints, verify
 from tests.harness import forked
 from tests.harness.disks import Ext4, after_power_loss, ext4
-from tests.harness.outcomes import keeps_best, read, seal
+from tests.harness.outcomes import has_best, read, seal
 from tests.harness.resumed import assert_same_run
 from tests.recipes.copied import copy
 
@@ -149,7 +149,7 @@ def assert_promises(said: dict, found: Path) -> int:
         if row[-1:] == b"}"
     ]
     assert steps[:newest] == [*range(1, newest + 1)]
-    assert keeps_best(found, checkpoints[0].record), (
+    assert has_best(found, checkpoints[0].record), (
         "the model that the newest checkpoint says is the best is nowhere"
     )
     return newest

@@ -12,24 +12,27 @@ from PIL import ExifTags, Image, ImageDraw
 from common.detection.data.annotated import AnnotatedImages
 
 
-def check_same(part: AnnotatedImages, other: AnnotatedImages):
+def check_same(actual: AnnotatedImages, expected: AnnotatedImages):
     for field in dataclasses.fields(AnnotatedImages):
-        mine, its = getattr(part, field.name), getattr(other, field.name)
-        if isinstance(mine, np.ndarray):
-            assert mine.dtype == its.dtype and its.flags.writeable and np.array_equal(mine, its), (
-                field.name
-            )
+        value = getattr(actual, field.name)
+        target = getattr(expected, field.name)
+        if isinstance(value, np.ndarray):
+            assert (
+                value.dtype == target.dtype
+                and target.flags.writeable
+                and np.array_equal(value, target)
+            ), field.name
         elif field.name == "images":
-            assert mine.root == its.root and mine.paths.equals(its.paths)
-        elif field.name == "masks" and mine:
-            assert mine.shapes.equals(its.shapes) and np.array_equal(
-                mine.orientations, its.orientations
+            assert value.root == target.root and value.paths.equals(target.paths)
+        elif field.name == "masks" and value:
+            assert value.shapes.equals(target.shapes) and np.array_equal(
+                value.orientations, target.orientations
             )
         else:
-            assert mine == its and type(mine) is type(its), field.name
-    everything = np.arange(len(part))
-    assert part.fingerprint == other.fingerprint == other.select(everything).fingerprint
-    assert other.hash_images(7).tolist() == part.hash_images(7).tolist()
+            assert value == target and type(value) is type(target), field.name
+    everything = np.arange(len(actual))
+    assert actual.fingerprint == expected.fingerprint == expected.select(everything).fingerprint
+    assert expected.hash_images(7).tolist() == actual.hash_images(7).tolist()
 
 
 def picture(path: Path, size=(40, 30), box=None, orientation=1) -> Path:
@@ -102,11 +105,11 @@ def voc(root: Path, parts=None, **changes) -> Path:
         "c": [("cat", (2, 3, 4, 5), 0)],
         "d": [("dog", (2, 3, 4, 5), 0)],
     } | changes
-    for name, found in objects.items():
+    for name, content in objects.items():
         picture(root / "JPEGImages" / f"{name}.jpg")
         (root / "Annotations").mkdir(exist_ok=True)
         (root / "Annotations" / f"{name}.xml").write_text(
-            found if isinstance(found, str) else voc_xml(found)
+            content if isinstance(content, str) else voc_xml(content)
         )
     for part, names in (parts or {"train": "abd", "val": "c"}).items():
         (root / "ImageSets/Main").mkdir(parents=True, exist_ok=True)

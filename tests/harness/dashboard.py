@@ -8,11 +8,11 @@ class Dashboard:
         self.rows: list[tuple] = []
         self.results: dict = {}
         self.ended: tuple = ()
-        self.shown: dict = {}
-        self.begun = False
+        self.pictures: dict = {}
+        self.has_begun = False
 
     def begin(self) -> None:
-        self.begun = True
+        self.has_begun = True
 
     def log(self, step: int, values: dict) -> None:
         self.rows.append((step, values))
@@ -21,7 +21,7 @@ class Dashboard:
         self.results = values
 
     def images(self, step: int, images: dict) -> None:
-        self.shown = {step: images}
+        self.pictures = {step: images}
 
     def finish(self, exit_code: int, patience: float) -> None:
         self.ended = (exit_code, patience)

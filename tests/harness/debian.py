@@ -28,8 +28,8 @@ def require_package(name: str) -> None:
         )
     with open(__file__, "rb") as lock:  # apt refuses to run twice at the same time, as tests do
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for words in (["update"], ["install", "--yes", "--no-install-recommends", name]):
-            done = subprocess.run(["apt-get", "--quiet", *words], capture_output=True, text=True)
+        for args in (["update"], ["install", "--yes", "--no-install-recommends", name]):
+            done = subprocess.run(["apt-get", "--quiet", *args], capture_output=True, text=True)
             if done.returncode:
                 pytest.skip(
                     f"needs the Debian package {name}, which can't be installed: "

@@ -11,7 +11,9 @@ from common.detection.data.annotated import Annotated
 from common.detection.evaluation.matching import IN_CROWD, NO_OBJECT, Matches
 
 CLASSES = ("never there", "cat", "dog", "bird")
-A, B = (10, 10, 50, 50), (60, 60, 80, 80)  # boxes in an image of 100 x 100
+# boxes in an image of 100 x 100
+A = (10, 10, 50, 50)
+B = (60, 60, 80, 80)
 
 
 def columns(
@@ -42,19 +44,21 @@ def extents(masks: torch.Tensor) -> torch.Tensor:
     return torch.tensor(sides).reshape(-1, 4)
 
 
-def moved(box, x: float) -> tuple:
+def shift_box(box, x: float) -> tuple:
     return box[0] + x, box[1], box[2] + x, box[3]
 
 
-def one_image(objects: list, found: list, source_type: type[Annotated] = Annotated) -> Matches:
+def match_one_image(
+    objects: list, detections: list, source_type: type[Annotated] = Annotated
+) -> Matches:
     """Objects (box, class, crowd) and detections (box, score, class) of a picture of 100 x 100 pixels."""
-    rows = np.array([(*box, score, label) for box, score, label in found], np.float32).reshape(
+    rows = np.array([(*box, score, label) for box, score, label in detections], np.float32).reshape(
         -1, 6
     )
     return Matches(source_type(**columns([objects])), np.zeros(len(rows), np.int64), rows)
 
 
-def awkward(seed: int) -> tuple[Annotated, list[dict]]:
+def make_awkward_objects(seed: int) -> tuple[Annotated, list[dict]]:
     """Ids with gaps, images without boxes, crowds, an absent class, tied scores, many detections."""
     random = np.random.default_rng(seed)
     counts = random.integers(0, 6, 21) * (random.random(21) < 0.8)
@@ -78,7 +82,7 @@ def awkward(seed: int) -> tuple[Annotated, list[dict]]:
         crowd=random.random(len(boxes)) < 0.15,
         areas=areas,
     )
-    found = []
+    detections = []
     for index in range(21):
         true = boxes[offsets[index] : offsets[index + 1]]
         near = true + random.normal(0, 4, true.shape)
@@ -86,7 +90,7 @@ def awkward(seed: int) -> tuple[Annotated, list[dict]]:
         wrong = np.concatenate([corner, corner + random.uniform(4, 150, corner.shape)], 1)
         guesses = np.concatenate([near, wrong]).astype(np.float32)
         right = labels[offsets[index] : offsets[index + 1]]
-        found.append(
+        detections.append(
             {
                 "boxes": torch.from_numpy(guesses),
                 "scores": torch.from_numpy(
@@ -97,10 +101,12 @@ def awkward(seed: int) -> tuple[Annotated, list[dict]]:
                 ),
             }
         )
-    return source, found
+    return source, detections
 
 
-def of_pycocotools(content: dict, found: list[dict], kind: str = "bbox", max_detections: int = 100):
+def evaluate_with_pycocotools(
+    content: dict, detections: list[dict], kind: str = "bbox", max_detections: int = 100
+):
     """pycocotools' evaluation of `content`, a file of annotations: `stats`, and matches in `evalImgs`."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
@@ -109,7 +115,7 @@ def of_pycocotools(content: dict, found: list[dict], kind: str = "bbox", max_det
         truth = COCO()
         truth.dataset = content
         truth.createIndex()
-        evaluation = COCOeval(truth, truth.loadRes(found), kind)
+        evaluation = COCOeval(truth, truth.loadRes(detections), kind)
         evaluation.params.maxDets = [1, 10, max_detections]
         evaluation.evaluate()
         evaluation.accumulate()
@@ -130,7 +136,7 @@ def boxes_in_coco(ids: np.ndarray, images: np.ndarray, rows: np.ndarray) -> list
     ]
 
 
-def hits_of(evaluation, count: int) -> np.ndarray:
+def get_hits(evaluation, count: int) -> np.ndarray:
     """int64[count]: the object that each detection shows at IoU 0.5 and any size, as `Matches.hits`."""
     hits = np.full(count, NO_OBJECT)
     for part in filter(None, evaluation.evalImgs):

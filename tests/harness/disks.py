@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 
-def mount(*words: object) -> None:
+def mount(*args: object) -> None:
     """As root, or by the sudo without a password that hosts of public CI have."""
     for prefix in ([], ["sudo", "-n"]):
         done = shutil.which((prefix or ["mount"])[0]) and subprocess.run(
-            [*prefix, *map(str, words)], capture_output=True
+            [*prefix, *map(str, args)], capture_output=True
         )
         if done and done.returncode == 0:
             return
     if "CI" in os.environ:
-        pytest.fail(f"{' '.join(map(str, words))} is not possible here")
+        pytest.fail(f"{' '.join(map(str, args))} is not possible here")
     pytest.skip("needs the right to mount a file system")
 
 
@@ -37,7 +37,7 @@ def disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 @contextmanager
-def no_room(size: int = 0) -> Iterator[None]:
+def limit_file_size(size: int = 0) -> Iterator[None]:
     """No file that this process writes may grow beyond `size` bytes: as on a full disk, writing
     raises OSError.
     """
@@ -90,7 +90,8 @@ def ext4(scratch: Path, size: str) -> Iterator[Ext4]:
         with _mounted(
             memory / "image", scratch / "disk", "loop,noauto_da_alloc,commit=300"
         ) as folder:
-            major, minor = os.major(folder.stat().st_dev), os.minor(folder.stat().st_dev)
+            major = os.major(folder.stat().st_dev)
+            minor = os.minor(folder.stat().st_dev)
             yield Ext4(folder, memory / "image", Path(f"/sys/dev/block/{major}:{minor}/stat"))
 
 

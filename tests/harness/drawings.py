@@ -68,11 +68,13 @@ def draw_regions(folder: Path) -> None:
 def draw_scenes(folder: Path) -> None:
     """Into an existing folder: train.json, val.json with outlines, and their images in folders."""
     train, val = sources.load(sources.Spec("digits", seed=0, val_share=0.2, masks=True))
-    for part, source, count in (("train", train, 25), ("val", val, 7)):
-        (folder / part).mkdir()
-        images, annotations = [], []
+    for split, source, count in (("train", train, 25), ("val", val, 7)):
+        (folder / split).mkdir()
+        images = []
+        annotations = []
         for number in range(count):
-            width, height = 96 + 7 * number % 33, 96 + 11 * number % 31
+            width = 96 + 7 * number % 33
+            height = 96 + 11 * number % 31
             picture, boxes, labels, _, masks, _ = source.load_sample(number, number)
             pixels = picture.decode().permute(1, 2, 0).numpy()
             inside = (
@@ -80,17 +82,17 @@ def draw_scenes(folder: Path) -> None:
                 if number % 3
                 else np.zeros(len(boxes), bool)
             )
-            Image.fromarray(pixels[:height, :width]).save(folder / part / f"{number}.png")
+            Image.fromarray(pixels[:height, :width]).save(folder / split / f"{number}.png")
             images.append(
                 {
                     "id": number,
-                    "file_name": f"{part}/{number}.png",
+                    "file_name": f"{split}/{number}.png",
                     "width": width,
                     "height": height,
                 }
             )
-            shown = mask_columns.encode_masks(masks[inside, :height, :width])
-            runs = [rle | {"counts": rle["counts"].decode()} for rle in shown]
+            encoded = mask_columns.encode_masks(masks[inside, :height, :width])
+            runs = [rle | {"counts": rle["counts"].decode()} for rle in encoded]
             objects = zip(boxes[inside].tolist(), labels[inside].tolist(), runs, strict=True)
             for (left, top, right, bottom), label, outline in objects:
                 annotation = {
@@ -104,7 +106,7 @@ def draw_scenes(folder: Path) -> None:
             {"id": 3 * number + 1, "name": name} for number, name in enumerate(source.classes)
         ]
         content = {"images": images, "annotations": annotations, "categories": categories}
-        (folder / f"{part}.json").write_text(json.dumps(content))
+        (folder / f"{split}.json").write_text(json.dumps(content))
 
 
 def save_colours(folder: Path) -> None:
@@ -142,11 +144,11 @@ def tree(root: Path, content: Mapping[str, int | str | None]) -> Path:
     nothing; a text: a file.
     """
     root.mkdir(parents=True, exist_ok=True)
-    for number, (name, there) in enumerate(content.items()):
-        place = root / name
-        (place.parent if isinstance(there, str) else place).mkdir(parents=True, exist_ok=True)
-        if isinstance(there, str):
-            place.write_text(there)
-        for index in range(there if isinstance(there, int) else 0):
-            picture(place / f"{index}.png", index, number)
+    for number, (name, entry) in enumerate(content.items()):
+        path = root / name
+        (path.parent if isinstance(entry, str) else path).mkdir(parents=True, exist_ok=True)
+        if isinstance(entry, str):
+            path.write_text(entry)
+        for index in range(entry if isinstance(entry, int) else 0):
+            picture(path / f"{index}.png", index, number)
     return root

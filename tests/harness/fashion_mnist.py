@@ -17,8 +17,8 @@ PACKAGE = "dataset-fashion-mnist"
 FILES = Path("/usr/share/datasets/fashion-mnist")
 
 
-def unpack(folder: Path, most: int | None = None) -> None:
-    """Write the data set, or the first `most` images of each split, to folder/MNIST/raw, where
+def unpack(folder: Path, max_images: int | None = None) -> None:
+    """Write the data set, or the first `max_images` images of each split, to folder/MNIST/raw, where
     torchvision's MNIST reads it.
     """
     raw = folder / "MNIST/raw"
@@ -26,19 +26,19 @@ def unpack(folder: Path, most: int | None = None) -> None:
     for packed in FILES.glob("*.gz"):
         content = gzip.decompress(packed.read_bytes())
         header, size = (16, 28 * 28) if "images" in packed.name else (8, 1)
-        count = min(int.from_bytes(content[4:8], "big"), most or sys.maxsize)
-        kept = content[:4] + count.to_bytes(4, "big") + content[8 : header + count * size]
-        (raw / packed.stem).write_bytes(kept)
+        count = min(int.from_bytes(content[4:8], "big"), max_images or sys.maxsize)
+        subset = content[:4] + count.to_bytes(4, "big") + content[8 : header + count * size]
+        (raw / packed.stem).write_bytes(subset)
 
 
-def save_fashion_mnist(folder: Path, most: int | None = None) -> None:
-    """Save the data set, or the first `most` images of each split, to `folder`."""
+def save_fashion_mnist(folder: Path, max_images: int | None = None) -> None:
+    """Save the data set, or the first `max_images` images of each split, to `folder`."""
     import datasets
     from torchvision.datasets import MNIST, FashionMNIST
 
     splits = {}
     with tempfile.TemporaryDirectory() as scratch:
-        unpack(Path(scratch), most)
+        unpack(Path(scratch), max_images)
         for split in ("train", "test"):
             images, labels = zip(*MNIST(scratch, train=split == "train"), strict=True)
             features = datasets.Features(

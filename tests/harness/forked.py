@@ -29,7 +29,7 @@ import pytest
 from common.files import CACHE
 from common.run import Observer
 from tests.harness import several
-from tests.harness.launching import free_port, inherited, small
+from tests.harness.launching import free_port, inherit_environment, small
 from tests.harness.waiting import Limit, end_with_stacks
 
 IMPORTED_ONCE = [
@@ -87,30 +87,31 @@ class Forks:
     """Runs of recipes in forks; `scratch` takes what they print. `environment`: more for their server."""
 
     def __init__(self, scratch: Path, environment: Mapping[str, str] | None = None) -> None:
-        self.scratch, self.count = scratch, 0
+        self.scratch = scratch
+        self.count = 0
         self.context = multiprocessing.get_context("forkserver")
         self.server = multiprocessing.forkserver.ForkServer()
         self.server.set_forkserver_preload(IMPORTED_ONCE)
         with pytest.MonkeyPatch.context() as patch:  # its forks inherit the server's environment
-            for name in os.environ.keys() - inherited().keys() - {CACHE}:
+            for name in os.environ.keys() - inherit_environment().keys() - {CACHE}:
                 patch.delenv(name)
             for name, value in {"HOME": str(scratch), **(environment or {})}.items():
                 patch.setenv(name, value)
             self.server.ensure_running()
 
-    def __call__(self, *words: object, **options: Any) -> Ended:
-        """Run recipes/<recipe>.py with `words` on its command line, to its end: see `start`."""
-        return self.start(*words, **options).end()
+    def __call__(self, *args: object, **options: Any) -> Ended:
+        """Run recipes/<recipe>.py with `args` on its command line, to its end: see `start`."""
+        return self.start(*args, **options).end()
 
     def start(
         self,
-        *words: object,
+        *args: object,
         recipe: str | Path = "cls",
         observer: Observer | None = None,
         before: Callable[[], None] | None = None,
         **options: Any,
     ) -> Fork:
-        """Start the recipe, or a copy of it in a file, with `words` on its command line; the run is `small`.
+        """Start the recipe, or a copy of it in a file, with `args` on its command line; the run is `small`.
 
         `observer` sees the run. `before` is called first in the fork, to change its environment: a
         function at the top of a test module, or a `functools.partial` of one. With `watch`, SIGKILL
@@ -118,12 +119,12 @@ class Forks:
         operation ("read" for a file that is opened for that), path with 0 for every number, and how
         often it has come before. Nothing is drawn but with `pictures`.
         """
-        return self._fork(self._recipe(recipe, words, observer), {}, before, **options)
+        return self._fork(self._recipe(recipe, args, observer), {}, before, **options)
 
     def start_ranks(
         self,
         processes: int,
-        *words: object,
+        *args: object,
         recipe: str | Path = "cls",
         observers: Mapping[int, Observer] | None = None,
         before: Callable[[], None] | None = None,
@@ -133,7 +134,7 @@ class Forks:
         """As many forks, which are the ranks of one world; `observers` are by rank, `watch` is for rank 0."""
         forks = []
         for rank, world in enumerate(_worlds(processes)):
-            main = self._recipe(recipe, words, (observers or {}).get(rank))
+            main = self._recipe(recipe, args, (observers or {}).get(rank))
             forks.append(self._fork(main, world, before, None if rank else watch, **options))
         return forks
 
@@ -154,7 +155,8 @@ class Forks:
         self, *arguments: Any, timeout: float, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """`start_main` to the end of all ranks; if one fails, the others end with their stacks."""
-        ranks, limit = self.start_main(*arguments, **options), Limit(timeout)
+        ranks = self.start_main(*arguments, **options)
+        limit = Limit(timeout)
         while alive := [rank.process.sentinel for rank in ranks if rank.process.exitcode is None]:
             if limit.left() <= 0 or any(rank.process.exitcode for rank in ranks):
                 end_with_stacks(
@@ -171,9 +173,9 @@ class Forks:
         return subprocess.CompletedProcess(["forks"], code, stdout, stderr)
 
     def _recipe(
-        self, recipe: str | Path, words: Sequence[object], observer: Observer | None
+        self, recipe: str | Path, args: Sequence[object], observer: Observer | None
     ) -> Callable[[], None]:
-        command = [str(Path(recipe).with_suffix(".py")), *map(str, small(words, recipe))]
+        command = [str(Path(recipe).with_suffix(".py")), *map(str, small(args, recipe))]
         if "--eval_only" in command and "--output_dir" not in command:
             command += ["--output_dir", str(self.scratch)]  # for reports
         return functools.partial(_run_recipe, command, observer)
@@ -224,7 +226,9 @@ def _run_recipe(command: list[str], observer: Observer | None) -> None:
 
     imported = {"cls.py": cls, "det.py": det, "seg.py": seg}
     sys.argv = command
-    several.run_observed(imported.get(command[0]) or several.load(Path(command[0])), observer)
+    several.run_observed(
+        imported.get(command[0]) or several.load_recipe(Path(command[0])), observer
+    )
 
 
 def _run(
@@ -284,12 +288,14 @@ def _assassin(watch: str, spared: Collection[str], report: int) -> Callable[[str
     def hook(event: str, arguments: tuple) -> None:
         if event not in FILE_OPERATIONS:
             return
-        path, *rest = arguments
-        if event in ("os.remove", "os.rmdir") and rest[0] >= 0:  # a name relative to an open folder
-            path = os.path.join(os.readlink(f"/proc/self/fd/{rest[0]}"), path)
+        path, *details = arguments
+        if (
+            event in ("os.remove", "os.rmdir") and details[0] >= 0
+        ):  # a name relative to an open folder
+            path = os.path.join(os.readlink(f"/proc/self/fd/{details[0]}"), path)
         if not str(path).startswith(watch):
             return
-        reads = event == "open" and not rest[1] & (os.O_WRONLY | os.O_RDWR)
+        reads = event == "open" and not details[1] & (os.O_WRONLY | os.O_RDWR)
         operation = without_numbers("read" if reads else event, str(path).removeprefix(watch))
         times[operation] += 1
         if f"{operation} {times[operation]}" not in spared:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.run import Run
 from tests.harness.resumed import AfterStep
-from tests.harness.several import load, run_observed
+from tests.harness.several import load_recipe, run_observed
 from tests.harness.waiting import Limit
 
 
@@ -31,4 +31,4 @@ if __name__ == "__main__":
         None if sign.exists() else AfterStep(wait, int(os.environ["HELD_AT"]), once_written=False)
     )
     sys.argv = sys.argv[1:]
-    run_observed(load(Path(sys.argv[0])), observer)
+    run_observed(load_recipe(Path(sys.argv[0])), observer)

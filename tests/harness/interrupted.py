@@ -18,13 +18,15 @@ class Watched:
     """A run folder that is being written, by one start after the other."""
 
     def __init__(self, folder: Path, started: list[Started]) -> None:
-        self.folder, self.started = folder, started
+        self.folder = folder
+        self.started = started
 
     def until(
         self, condition: Callable[[], bool], what: str, seconds: float = 90, pause: float = 0.01
     ) -> float:
         """Wait for it, at most `seconds` of an idle machine; the seconds that took."""
-        began, limit = time.monotonic(), Limit(seconds)
+        began = time.monotonic()
+        limit = Limit(seconds)
         while not condition():
             ended = [each for each in self.started if each.process.poll() is not None]
             if ended or limit.left() <= 0:
@@ -33,7 +35,7 @@ class Watched:
                 )
                 texts = [each.stdout.read_text() + each.stderr.read_text() for each in self.started]
                 raise AssertionError(
-                    "\n".join([f"{what}: {'ended' if ended else 'not'} in {limit}", *texts])
+                    "\n".join([f"{what}: {'ended' if ended else 'not'} in {limit}"] + texts)
                 )
             time.sleep(pause)
         return time.monotonic() - began
@@ -106,7 +108,8 @@ class Interrupted(Watched):
         """
         code = self.started[0].finish(seconds).returncode
         started_since = [process for process in psutil.process_iter() if self._is_mine(process)]
-        alive, limit = [*self.family, *started_since], Limit(seconds)
+        alive = [*self.family, *started_since]
+        limit = Limit(seconds)
         while alive and (left := limit.left()) > 0:
             _, alive = psutil.wait_procs(alive, min(left, 1.0))
         left = [

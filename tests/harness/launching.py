@@ -62,7 +62,7 @@ for name in ("rf_detr", "rf_detr_seg"):
     NOT_OF_FAMILY[name] |= {"--width"}
 
 
-def small(words: Sequence[object], recipe: str | Path = "cls") -> list[object]:
+def small(args: Sequence[object], recipe: str | Path = "cls") -> list[object]:
     """A recipe's command line with the settings of a small run where it has none: digits, the
     smallest model, a data worker.
 
@@ -71,25 +71,25 @@ def small(words: Sequence[object], recipe: str | Path = "cls") -> list[object]:
     """
     prefix = Path(recipe).stem[:3]
     recipe = prefix if prefix in SMALL else "cls"
-    given = {str(word).partition("=")[0] for word in words}
+    flags_given = {str(word).partition("=")[0] for word in args}
     flags = (
-        f"{'' if {'--config', '--eval_only'} & given else SMALL[recipe]} --tracker none --workers 1"
+        f"{'' if {'--config', '--eval_only'} & flags_given else SMALL[recipe]} --tracker none --workers 1"
     ).split()
-    left_out = given.union(*(NOT_OF_FAMILY.get(word, ()) for word in given))
-    if "--init" in given and "--data" not in given:  # the weights decide
+    left_out = flags_given.union(*(NOT_OF_FAMILY.get(word, ()) for word in flags_given))
+    if "--init" in flags_given and "--data" not in flags_given:  # the weights decide
         left_out |= {"--model", "--levels", "--width", "--short_sides", "--long_side"}
     pairs = zip(flags[::2], flags[1::2], strict=True)
-    return [*words, *(word for pair in pairs if pair[0] not in left_out for word in pair)]
+    return [*args, *(word for pair in pairs if pair[0] not in left_out for word in pair)]
 
 
-def small_command(words: Sequence[object]) -> list[object]:
+def small_command(args: Sequence[object]) -> list[object]:
     """The same for the words of any command that starts a recipe, or a script named after the one
     that it runs.
     """
-    for word in map(str, words):
+    for word in map(str, args):
         if re.fullmatch(r"(cls|det|seg)(_\w+)?\.py", Path(word).name):
-            return small(words, word)
-    return [*words]
+            return small(args, word)
+    return list(args)
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Started:
         )
 
 
-def inherited() -> dict[str, str]:
+def inherit_environment() -> dict[str, str]:
     """What a launched process gets of this one's environment."""
     return {
         name: value
@@ -147,7 +147,8 @@ class Launcher:
     """
 
     def __init__(self, home: Path, before: Sequence[str] = ()) -> None:
-        self.home, self.before = home, before
+        self.home = home
+        self.before = before
 
     def start(
         self,
@@ -168,7 +169,7 @@ class Launcher:
 
     def start_command(
         self,
-        *words: object,
+        *args: object,
         env: Mapping[str, str] | None = None,
         process_group: int | None = None,
         cwd: Path = ROOT,
@@ -183,10 +184,10 @@ class Launcher:
         ]
         with outputs[0].open("w") as stdout, outputs[1].open("w") as stderr:
             process = subprocess.Popen(
-                [*self.before, *map(str, small_command(words))],
+                [*self.before, *map(str, small_command(args))],
                 cwd=cwd,
                 env={
-                    **inherited(),
+                    **inherit_environment(),
                     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
                     "HOME": str(self.home),
                     "OMP_NUM_THREADS": "1",
@@ -201,7 +202,7 @@ class Launcher:
         return Started(process, *outputs)
 
     def __call__(
-        self, *words: Any, timeout: float = 120, **options: Any
+        self, *args: Any, timeout: float = 120, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """`start` and wait for the end."""
-        return self.start(*words, **options).finish(timeout)
+        return self.start(*args, **options).finish(timeout)

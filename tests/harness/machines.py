@@ -17,16 +17,18 @@ _CAPTURED = {"check": True, "capture_output": True, "text": True}
 
 
 class Node(Launcher):
-    """A machine: it has its own network, name and hosts file, and on the paths in `own` files of its own.
+    """A machine with a network, a name and a hosts file, and on the paths in `own_files` its own files.
 
     It shares all other files, the processes and the clock with this machine.
     """
 
     def __init__(
-        self, space: str, number: int, home: Path, hosts: Path, own: Mapping[Path, Path]
+        self, space: str, number: int, home: Path, hosts: Path, own_files: Mapping[Path, Path]
     ) -> None:
-        self.space, self.name, self.address = space, f"node{number}", f"10.77.0.{number + 1}"
-        mounts = {hosts: "/etc/hosts"} | {there: here for here, there in own.items()}
+        self.space = space
+        self.name = f"node{number}"
+        self.address = f"10.77.0.{number + 1}"
+        mounts = {hosts: "/etc/hosts"} | {target: source for source, target in own_files.items()}
         steps = [
             f"hostname {self.name}",
             *(shlex.join(["mount", "--bind", *map(str, pair)]) for pair in mounts.items()),
@@ -37,10 +39,10 @@ class Node(Launcher):
             "--uts",
             "sh",
             "-c",
-            " && ".join([*steps, 'exec "$@"']),
+            " && ".join(steps + ['exec "$@"']),
             "sh",
         ]
-        super().__init__(home, ["ip", "netns", "exec", space, *inside])
+        super().__init__(home, ["ip", "netns", "exec", space] + inside)
 
     def kill(self) -> None:
         """SIGKILL all that runs on it, at once: the machine is lost."""
@@ -68,10 +70,10 @@ class Node(Launcher):
 
     def listeners(self) -> list[tuple[str, int, str]]:
         """What waits for others on it, by TCP or UDP: address, port and process."""
-        shown = subprocess.run(
+        table = subprocess.run(
             ["ip", "netns", "exec", self.space, "ss", "-Hltunp"], **_CAPTURED
         ).stdout
-        rows = [line.split(maxsplit=6) for line in shown.splitlines()]
+        rows = [line.split(maxsplit=6) for line in table.splitlines()]
         return [(row[4].rpartition(":")[0], int(row[4].rpartition(":")[2]), row[6]) for row in rows]
 
     def unplug(self) -> None:
@@ -83,14 +85,14 @@ class Node(Launcher):
 def machines(
     count: int,
     home: Path,
-    own: Mapping[int, Mapping[Path, Path]] | None = None,
+    own_files: Mapping[int, Mapping[Path, Path]] | None = None,
     *,
     names_are_loopback: bool = True,
 ) -> Iterator[list[Node]]:
     """`count` machines that reach each other; as on Debian, each knows its own name as a loopback
     address, unless told not to.
 
-    `own` gives machine number -> path -> what stands there on this machine alone. Afterwards all
+    `own_files` gives machine number -> path -> what stands there on this machine alone. Afterwards all
     they ran is killed.
     """
     switch = f"recipes-{os.getpid()}"
@@ -103,12 +105,16 @@ def machines(
         _ip("-n", switch, "link", "set", "bridge", "up")
         for number, space in enumerate(spaces):
             hosts = home / f"hosts{number}"
-            addresses = {f"node{other}": f"10.77.0.{other + 1}" for other in range(count)}
+            addresses = {f"node{index}": f"10.77.0.{index + 1}" for index in range(count)}
             if names_are_loopback:
                 addresses[f"node{number}"] = "127.0.1.1"
-            known = {"localhost": "127.0.0.1"} | addresses
-            hosts.write_text("".join(f"{address} {name}\n" for name, address in known.items()))
-            nodes.append(node := Node(space, number, home, hosts, (own or {}).get(number, {})))
+            addresses_by_name = {"localhost": "127.0.0.1"} | addresses
+            hosts.write_text(
+                "".join(f"{address} {name}\n" for name, address in addresses_by_name.items())
+            )
+            nodes.append(
+                node := Node(space, number, home, hosts, (own_files or {}).get(number, {}))
+            )
             port = f"port{number}"
             _ip(
                 "-n",
@@ -149,5 +155,5 @@ def require_namespaces(home: Path) -> None:
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
 
 
-def _ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], **_CAPTURED).stdout
+def _ip(*args: str) -> str:
+    return subprocess.run(["ip", *args], **_CAPTURED).stdout

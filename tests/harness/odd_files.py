@@ -21,7 +21,8 @@ def bounded(seconds: float = 30, megabytes: int = 1024) -> Iterator[None]:
     def end(*_) -> None:
         raise TooLong(f"no end within {seconds} s")
 
-    statm, before = Path("/proc/self/statm"), resource.getrlimit(resource.RLIMIT_AS)
+    statm = Path("/proc/self/statm")
+    before = resource.getrlimit(resource.RLIMIT_AS)
     handler = signal.signal(signal.SIGALRM, end)
     if statm.exists():
         used = int(statm.read_text().split()[0]) * resource.getpagesize()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from common.checkpoints.store import Damaged, compare
 from common.config.parsing import parse
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 
 Tensors = dict[str, torch.Tensor]
 
@@ -21,7 +21,7 @@ def read(file: Path) -> dict:
     return json.loads(file.read_text())
 
 
-def rows_of(file: Path) -> list[dict]:
+def read_rows(file: Path) -> list[dict]:
     """The rows of a file of JSON lines."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -42,7 +42,7 @@ class Outcome:
     @property
     def rows(self) -> list[dict]:
         """The lines of metrics.jsonl."""
-        return rows_of(self.folder / "metrics.jsonl")
+        return read_rows(self.folder / "metrics.jsonl")
 
     def column(self, key: str) -> np.ndarray:
         """The values of `key` in the rows that have it: float64[rows]."""
@@ -58,13 +58,13 @@ class Outcome:
         return load_file(self.checkpoint / f"{file}.safetensors")
 
 
-def parameters(tensors: Tensors) -> Tensors:
+def select_parameters(tensors: Tensors) -> Tensors:
     """Of a model's state, the weights."""
     buffers = ("running_mean", "running_var", "num_batches_tracked")
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(buffers)}
 
 
-def statistics(tensors: Tensors) -> Tensors:
+def select_statistics(tensors: Tensors) -> Tensors:
     """Of a model's state, the running means and variances."""
     return {
         name: tensor
@@ -73,26 +73,27 @@ def statistics(tensors: Tensors) -> Tensors:
     }
 
 
-def distance(one: Tensors, other: Tensors, start: Tensors) -> float:
-    """How far `other` is from `one`, as a share of how far `one` has moved from `start`; 0 for the
-    same bits.
+def relative_distance(reference: Tensors, actual: Tensors, start: Tensors) -> float:
+    """The distance of `actual` from `reference`, as a share of the way from `start` to `reference`; 0 for
+    the same bits.
     """
-    assert one and one.keys() == other.keys() <= start.keys()
+    assert reference and reference.keys() == actual.keys() <= start.keys()
     apart, moved = (
         sum(
-            (tensor.double() - others[name].double()).square().sum() for name, tensor in one.items()
+            (tensor.double() - state[name].double()).square().sum()
+            for name, tensor in reference.items()
         )
         .sqrt()
         .item()
-        for others in (other, start)
+        for state in (actual, start)
     )
     assert moved > 0, "nothing has moved: the comparison would prove nothing"
     return apart / moved
 
 
-def start_of(run: Outcome) -> Tensors:
+def build_initial_state(run: Outcome) -> Tensors:
     """The state of the model with which a run began: built from its configuration, and so from its seed."""
-    recipe = load(Path(run.read("environment.json")["recipe"]))
+    recipe = load_recipe(Path(run.read("environment.json")["recipe"]))
     config = parse(recipe.Config, ["--config", str(run.folder / "config.yaml")])
     classes = read(run.checkpoint / "record.json")["classes"]
     return recipe.build_model(config, tuple(classes), torch.device("cpu")).state_dict()
@@ -114,34 +115,40 @@ def assert_same_training(whole: Outcome, cut: Outcome, start: Tensors | None = N
         key.startswith("eval/") for key in compared
     )
     for key in compared:
-        mine, theirs = (run.column(key).astype(float) for run in (cut, whole))
-        assert len(mine), key
-        np.testing.assert_allclose(mine, theirs[-len(mine) :], rtol=1e-8, atol=1e-8, err_msg=key)
+        actual, expected = (run.column(key).astype(float) for run in (cut, whole))
+        assert len(actual), key
+        np.testing.assert_allclose(
+            actual, expected[-len(actual) :], rtol=1e-8, atol=1e-8, err_msg=key
+        )
     assert cut.rows[-1]["step"] == whole.rows[-1]["step"]
     for file in whole.checkpoint.glob("*.safetensors"):
-        theirs, mine = whole.tensors(file.stem), cut.tensors(file.stem)
+        expected = whole.tensors(file.stem)
+        actual = cut.tensors(file.stem)
         shapes = [
             {name: (tensor.shape, tensor.dtype) for name, tensor in each.items()}
-            for each in (mine, theirs)
+            for each in (actual, expected)
         ]
         assert shapes[0] == shapes[1], file.name
-        if start and file.stem != "optimizer" and theirs.keys() <= start.keys():
-            assert distance(parameters(theirs), parameters(mine), start) <= 1e-8, file.name
-            theirs = statistics(theirs)
-        for name, tensor in theirs.items():
+        if start and file.stem != "optimizer" and expected.keys() <= start.keys():
+            assert (
+                relative_distance(select_parameters(expected), select_parameters(actual), start)
+                <= 1e-8
+            ), file.name
+            expected = select_statistics(expected)
+        for name, tensor in expected.items():
             tolerance = 1e-6 if file.stem == "optimizer" else 1e-8
-            torch.testing.assert_close(mine[name], tensor, rtol=tolerance, atol=1e-8, msg=name)
+            torch.testing.assert_close(actual[name], tensor, rtol=tolerance, atol=1e-8, msg=name)
 
 
-def identical(one: Tensors, other: Tensors) -> bool:
+def identical(left: Tensors, right: Tensors) -> bool:
     """True if two states have the same names, types and bits."""
-    return one.keys() == other.keys() and all(
-        tensor.dtype == other[name].dtype and torch.equal(tensor, other[name])
-        for name, tensor in one.items()
+    return left.keys() == right.keys() and all(
+        tensor.dtype == right[name].dtype and torch.equal(tensor, right[name])
+        for name, tensor in left.items()
     )
 
 
-def best_files(run: Path) -> dict[str, bytes | dict]:
+def read_best_files(run: Path) -> dict[str, bytes | dict]:
     """The content of the files in `best/`, by name; without the run's name, and the commit, which
     may come between two runs.
     """
@@ -149,7 +156,7 @@ def best_files(run: Path) -> dict[str, bytes | dict]:
     return files | {"run.json": json.loads(files["run.json"]) | {"name": "", "commit": ""}}
 
 
-def keeps_best(run: Path, record: dict) -> bool:
+def has_best(run: Path, record: dict) -> bool:
     """True if the best model that a checkpoint's record names is whole, in `best/` or where the
     next start looks for it.
     """

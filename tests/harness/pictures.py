@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 
-def texts(monkeypatch: pytest.MonkeyPatch, draw: Callable[[], None]) -> list[str]:
+def collect_texts(monkeypatch: pytest.MonkeyPatch, draw: Callable[[], None]) -> list[str]:
     """All texts of what `draw` draws."""
     from matplotlib.figure import Figure
     from matplotlib.text import Text
@@ -20,7 +20,7 @@ def texts(monkeypatch: pytest.MonkeyPatch, draw: Callable[[], None]) -> list[str
     return [text.get_text() for text in figures[0].findobj(Text) if text.get_text()]
 
 
-def drawn(path: Path) -> np.ndarray:
+def read_picture(path: Path) -> np.ndarray:
     """The picture's pixels; nothing else may lie beside it."""
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     pixels = np.asarray(Image.open(path).convert("RGB"))
@@ -29,6 +29,6 @@ def drawn(path: Path) -> np.ndarray:
     return pixels
 
 
-def has(pixels: np.ndarray, colour: str) -> bool:
-    wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
-    return bool((np.abs(pixels.astype(int) - wanted).sum(2) < 12).any())
+def has_colour(pixels: np.ndarray, colour: str) -> bool:
+    rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
+    return bool((np.abs(pixels.astype(int) - rgb).sum(2) < 12).any())

@@ -24,15 +24,16 @@ class Processes:
     it asks for.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_ranks: int) -> None:
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             ["common.distributed.collectives", "torch.distributed", "scipy.stats", "timm"]
         )
-        pipes = [context.Pipe() for _ in range(most)]
-        self.connections = [here for here, _ in pipes]
+        pipes = [context.Pipe() for _ in range(max_ranks)]
+        self.connections = [parent_end for parent_end, _ in pipes]
         self.workers = [
-            context.Process(target=_serve, args=(there,), daemon=True) for _, there in pipes
+            context.Process(target=_serve, args=(worker_end,), daemon=True)
+            for _, worker_end in pipes
         ]
         for worker in self.workers:
             worker.start()

@@ -27,7 +27,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, handler: type[Handler]) -> None:
         super().__init__(("127.0.0.1", 0), handler)
-        self.lock, self.ended = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
+        self.ended = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def __enter__(self) -> Self:
@@ -49,18 +50,19 @@ class _Ranges(Handler):
     server: "RangeServer"
 
     def do_GET(self) -> None:
-        server, path = self.server, self.path.partition("?")[0]
-        server.asked.append((self.path, dict(self.headers), self.client_address[1]))
+        server = self.server
+        path = self.path.partition("?")[0]
+        server.requests.append((self.path, dict(self.headers), self.client_address[1]))
         with server.lock:
-            fault, *words = (server.faults[path].pop(0) if server.faults[path] else "").split() or [
-                ""
-            ]
+            fault, *values = (
+                server.faults[path].pop(0) if server.faults[path] else ""
+            ).split() or [""]
         if fault in ("short", "silent", "reset", "torn"):
             self.close_connection = True
         if fault == "status":
-            self._answer(int(words[0]), b"no", {})
+            self._answer(int(values[0]), b"no", {})
         elif fault == "redirect":
-            self._answer(302, b"", {"Location": words[0]})
+            self._answer(302, b"", {"Location": values[0]})
         elif fault == "silent":
             server.ended.wait(20)
         elif fault == "reset":
@@ -112,4 +114,4 @@ class RangeServer(Server):
         self.tags: defaultdict[str, str] = defaultdict(lambda: '"first"')
         self.faults: defaultdict[str, list[str]] = defaultdict(list)
         # Path and query, headers, the client's port.
-        self.asked: list[tuple[str, dict[str, str], int]] = []
+        self.requests: list[tuple[str, dict[str, str], int]] = []

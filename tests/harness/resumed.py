@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.run import Observer, Run
-from tests.harness.outcomes import Outcome, best_files, identical, read
+from tests.harness.outcomes import Outcome, identical, read, read_best_files
 
 STEPS = 12
 
@@ -54,18 +54,20 @@ def assert_same_run(folder: Path, reference: Path, steps: int = STEPS) -> None:
         "a step is missing or there twice"
     )
     for rows in zip(actual.rows, expected.rows, strict=True):
-        one, other = (
+        actual_record, expected_record = (
             {key: value for key, value in row.items() if not key.startswith("perf/")}
             for row in rows
         )
-        assert one == other
+        assert actual_record == expected_record
     assert actual.checkpoint.name == expected.checkpoint.name
     for file in actual.checkpoint.glob("*.safetensors"):
         assert identical(actual.tensors(file.stem), expected.tensors(file.stem)), file.name
-    one, other = (read(run.checkpoint / "record.json") for run in (actual, expected))
-    for record in (one, other):
+    actual_record, expected_record = (
+        read(run.checkpoint / "record.json") for run in (actual, expected)
+    )
+    for record in (actual_record, expected_record):
         record["ledger"].pop("seconds")
     for key in ("step", "identity", "numbers", "ledger"):
-        assert one[key] == other[key], key
-    assert best_files(folder) == best_files(reference)
+        assert actual_record[key] == expected_record[key], key
+    assert read_best_files(folder) == read_best_files(reference)
     assert actual.read("status.json")["status"] == "finished"

@@ -16,40 +16,40 @@ from common.errors import Refused
 from common.launching import launch
 from tests.harness.forked import Fork, Forks
 from tests.harness.outcomes import read as read
-from tests.harness.outcomes import rows_of as rows_of
+from tests.harness.outcomes import read_rows as read_rows
 
 
-def copied(run: Path, to: Path) -> Path:
+def copy_run(run: Path, to: Path) -> Path:
     """A copy of a run folder, without its checkpoints and what dashboards keep."""
     return shutil.copytree(run, to, ignore=shutil.ignore_patterns("checkpoints", "wandb"))
 
 
-def refusal(call: Callable, *words: object) -> str:
+def refusal(call: Callable, *args: object) -> str:
     """What a tool's `main` says about these words, in one line."""
     with pytest.raises(Refused) as refused:
-        call([*map(str, words)])
+        call(list(map(str, args)))
     return str(refused.value)
 
 
-def start_tool(forks: Forks, processes: int, tool: str, *words: object) -> list[Fork]:
+def start_tool(forks: Forks, processes: int, tool: str, *args: object) -> list[Fork]:
     """`python -m tools.<tool> <words>` on as many ranks, which are forks of a warm process;
     `.end()` waits for one.
     """
-    return forks.start_main(processes, functools.partial(_be_tool, tool, [*map(str, words)]))
+    return forks.start_main(processes, functools.partial(_be_tool, tool, list(map(str, args))))
 
 
-def _be_tool(tool: str, words: list[str]) -> None:
-    sys.argv = [tool, *words]
+def _be_tool(tool: str, args: list[str]) -> None:
+    sys.argv = [tool, *args]
     launch.run(importlib.import_module(f"tools.{tool}.__main__").main)
 
 
 @contextmanager
-def made_once(tmp_path_factory, name: str) -> Iterator[tuple[Path, bool]]:
+def train_once(tmp_path_factory, name: str) -> Iterator[tuple[Path, bool]]:
     """The folder of a run, and True if it is to be trained, by one of the parallel test processes
     while the others wait.
     """
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made_once"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "train_once"
     folder.mkdir(exist_ok=True)
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -33,7 +33,7 @@ from common.launching.exit_codes import EXIT_FOLDER
 from common.run import Observer, Run, plots
 
 
-def load(recipe: Path) -> ModuleType:
+def load_recipe(recipe: Path) -> ModuleType:
     """The recipe as a module: a script's folder is no package."""
     spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
     sys.modules[recipe.stem] = module = importlib.util.module_from_spec(spec)
@@ -72,11 +72,12 @@ def main(recipe: Path, cases: Path, pictures: bool) -> None:
         draw_nothing()
     # Else the launcher ends all processes with the first run that announces its exit.
     os.environ.pop(EXIT_FOLDER, None)
-    original, outcomes = load(recipe), []
-    for words in json.loads(cases.read_text()):
-        other = Path(words[0]) if words[0].endswith(".py") else None
-        module = load(other) if other else original
-        sys.argv = [*([] if other else [str(recipe)]), *map(str, words)]
+    original = load_recipe(recipe)
+    outcomes = []
+    for args in json.loads(cases.read_text()):
+        copy = Path(args[0]) if args[0].endswith(".py") else None
+        module = load_recipe(copy) if copy else original
+        sys.argv = [*([] if copy else [str(recipe)]), *map(str, args)]
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             outcome, text = run(module.main)
@@ -84,7 +85,8 @@ def main(recipe: Path, cases: Path, pictures: bool) -> None:
         if outcome != "failed":
             of_ranks = gather_objects((outcome, text))
             if len(set(map(tuple, of_ranks))) > 1:
-                outcome, text = "failed", f"the ranks disagree: {of_ranks}"
+                outcome = "failed"
+                text = f"the ranks disagree: {of_ranks}"
         outcomes.append({"outcome": outcome, "text": text, "stdout": printed.getvalue()})
         if os.environ.get("RANK", "0") == "0":  # also before there is a process group
             cases.with_name("OUTCOMES.json").write_text(json.dumps(outcomes, indent=2))

@@ -18,26 +18,26 @@ COUNTS = (1, 17, 331)  # samples of each shard
 def draw_noise(folder: Path, counts: Sequence[int], side: int = 32, seed: int = 0) -> Path:
     """A folder per class with that many PNGs: noise in the class's own brightness."""
     for label, count in enumerate(counts):
-        place = folder / f"class {label}"
-        place.mkdir(parents=True)
+        class_folder = folder / f"class {label}"
+        class_folder.mkdir(parents=True)
         for number in range(count):
             generator = np.random.default_rng([label, number, seed])
             pixels = generator.integers(60 * label, 60 * label + 60, (side, side, 3))
-            Image.fromarray(pixels.astype(np.uint8)).save(place / f"{number:04}.png")
+            Image.fromarray(pixels.astype(np.uint8)).save(class_folder / f"{number:04}.png")
     return folder
 
 
-def in_order(folder: Path) -> list[Path]:
+def list_class_images(folder: Path) -> list[Path]:
     """The images of class folders, in the order in which `folder` itself is read."""
     return sorted(
         folder.glob("*/*.png"), key=lambda file: (file.parent.name, os.fsencode(file.name))
     )
 
 
-def cut(folder: Path, counts: Sequence[int]) -> list[list[Path]]:
+def split_images(folder: Path, counts: Sequence[int]) -> list[list[Path]]:
     """The images of each shard; the last has all that are left."""
-    files = iter(in_order(folder))
-    return [*([*itertools.islice(files, count)] for count in counts[:-1]), [*files]]
+    files = iter(list_class_images(folder))
+    return [*(list(itertools.islice(files, count)) for count in counts[:-1]), list(files)]
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes, **facts: object) -> None:
@@ -51,7 +51,7 @@ def add(tar: tarfile.TarFile, name: str, content: bytes, **facts: object) -> Non
 def write_tars(folder: Path, to: Path, part: str, counts: Sequence[int] = COUNTS) -> None:
     """`to/part-000.tar` and so on: of each sample its image, and its class in a `.cls`."""
     to.mkdir(exist_ok=True)
-    for number, files in enumerate(cut(folder, counts)):
+    for number, files in enumerate(split_images(folder, counts)):
         with tarfile.open(to / f"{part}-{number:03}.tar", "w") as tar:
             for file in files:
                 name = str(file.relative_to(folder))
@@ -64,7 +64,7 @@ def write_parquet(
 ) -> None:
     """`to/part-000.parquet` and so on, in row groups of `rows` samples."""
     to.mkdir(exist_ok=True)
-    for number, files in enumerate(cut(folder, counts)):
+    for number, files in enumerate(split_images(folder, counts)):
         images = pa.array([file.read_bytes() for file in files])
         table = pa.table({"image": images, "label": [file.parent.name for file in files]})
         pq.write_table(table, to / f"{part}-{number:03}.parquet", row_group_size=rows)

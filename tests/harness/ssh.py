@@ -39,7 +39,8 @@ class Hosts:
 
     def __init__(self, nodes: Sequence[Node], home: Path) -> None:
         require_package("openssh-server")
-        self.nodes, self.home = nodes, home
+        self.nodes = nodes
+        self.home = home
         self._servers: dict[Node, subprocess.Popen] = {}
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd separates its privileges there
         self._path = os.pathsep.join(
@@ -65,10 +66,10 @@ class Hosts:
     def serve(self, node: Node) -> None:
         """Start sshd on a machine, and wait until it listens."""
         log = self.home / f"{node.name}.log"
-        words = [*node.before, "/usr/sbin/sshd", "-D", "-e", "-f", str(self.home / "sshd_config")]
+        command = [*node.before, "/usr/sbin/sshd", "-D", "-e", "-f", str(self.home / "sshd_config")]
         with log.open("w") as output:
             self._servers[node] = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
         for _ in Limit(30).turns(0.05):
             if "Server listening on 0.0.0.0" in log.read_text():
@@ -76,7 +77,7 @@ class Hosts:
         raise AssertionError(log.read_text())
 
     def start(
-        self, node: Node, words: Sequence[object], env: Mapping[str, str] | None = None
+        self, node: Node, command: Sequence[object], env: Mapping[str, str] | None = None
     ) -> Started:
         """Start a command on a machine, from which `ssh` reaches the others, in a process group of
         its own.
@@ -84,19 +85,19 @@ class Hosts:
         # A shell lets what it starts in the background ignore it.
         heard = ["env", "--default-signal=INT"]
         return node.start_command(
-            *heard, *words, env={"PATH": self._path} | (env or {}), process_group=0
+            *heard, *command, env={"PATH": self._path} | (env or {}), process_group=0
         )
 
     def left_over(self) -> list[str]:
         """Command lines of what runs on the machines besides sshd."""
-        found = []
+        command_lines = []
         for node, server in self._servers.items():
-            words = ["ip", "netns", "pids", node.space]
-            pids = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-            for pid in {*map(int, pids.split())} - {server.pid}:
+            command = ["ip", "netns", "pids", node.space]
+            pids = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            for pid in set(map(int, pids.split())) - {server.pid}:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    found.append(f"{node.name}: {' '.join(psutil.Process(pid).cmdline())}")
-        return found
+                    command_lines.append(f"{node.name}: {' '.join(psutil.Process(pid).cmdline())}")
+        return command_lines
 
     def nothing_is_left(self) -> bool:
         """True if the machines soon run nothing but sshd."""

@@ -21,18 +21,16 @@ class Limit:
     """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self._began, self._asked, self._spent = (
-            seconds,
-            time.monotonic(),
-            time.monotonic(),
-            0.0,
-        )
+        self.seconds = seconds
+        self._began = time.monotonic()
+        self._asked = time.monotonic()
+        self._spent = 0.0
 
     def left(self) -> float:
         """Seconds left. The load of the last minute counts, so ask every few seconds."""
-        now = time.monotonic()
-        self._spent += (now - self._asked) / max(1.0, os.getloadavg()[0] / _CORES)
-        self._asked = now
+        reading = time.monotonic()
+        self._spent += (reading - self._asked) / max(1.0, os.getloadavg()[0] / _CORES)
+        self._asked = reading
         return self.seconds - self._spent
 
     def turns(self, pause: float = 0.01) -> Iterator[float]:
@@ -55,17 +53,17 @@ def end_with_stacks(processes: Iterable[psutil.Process]) -> None:
     For that it needs Python's faulthandler, such as by PYTHONFAULTHANDLER=1 in its environment.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
-        heads = [*processes]
+        heads = list(processes)
         family = {child for head in heads for child in head.children(recursive=True)}
         for head in heads if family else ():
             # A launcher that sees a rank end would kill the others before they have written.
             head.suspend()
-        for part in (family - {*heads}, heads):
+        for part in (family - set(heads), heads):
             for process in part:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGABRT)
                     process.resume()
-            psutil.wait_procs([*part], _DUMP)
+            psutil.wait_procs(list(part), _DUMP)
         for process in (*heads, *family):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

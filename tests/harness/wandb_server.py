@@ -67,11 +67,11 @@ class WandbServer(Server):
         run = self.runs[run_id]
         counts = {"historyLineCount": len(run["history"]), "logLineCount": 0, "eventsLineCount": 0}
         tails = {"historyTail": json.dumps(run["history"][-1:]), "eventsTail": "[]"}
-        kept = {key: run[key] for key in ("summaryMetrics", "config")}
+        fields = {key: run[key] for key in ("summaryMetrics", "config")}
         # By which the client sees that the run has begun.
         config = {"wandbConfig": json.dumps({"t": 1})}
         return (
-            {"id": run_id, "name": run_id, "displayName": run_id} | kept | counts | tails | config
+            {"id": run_id, "name": run_id, "displayName": run_id} | fields | counts | tails | config
         )
 
 
@@ -79,7 +79,8 @@ class _Requests(Handler):
     server: WandbServer
 
     def do_POST(self) -> None:
-        body, answer = self._body(), {}
+        body = self._body()
+        answer = {}
         with self.server.lock:
             if self.path == "/graphql":
                 query = json.loads(body)

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common.distributed.collectives import leave_process_group
 from tests.harness.launching import small
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 from tests.recipes.copied import CHANGES, copy
 
 pytestmark = pytest.mark.gpu
@@ -187,7 +187,7 @@ def main(cases: dict[str, tuple], folder: Path) -> None:
         task = Path(recipe).stem
         words = f"{_OF[task]} {words} --output_dir {folder} --name {name}"
         sys.argv = [str(recipe), *small(words.split(), task)]
-        results[name] = counted_steps(load(Path(recipe)).main)
+        results[name] = counted_steps(load_recipe(Path(recipe)).main)
     (folder / f"WAITS.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(results))
     leave_process_group()
 

@@ -49,8 +49,8 @@ def find_hunks(diff: str, source: str) -> list[Hunk]:
             f"neither blank, - nor +:\n{lines}"
         )
         old, new = (
-            "".join(f"{line[1:]}\n" for line in lines.splitlines() if line[:1] != other)
-            for other in "+-"
+            "".join(f"{line[1:]}\n" for line in lines.splitlines() if line[:1] != sign)
+            for sign in "+-"
         )
         before, inside = _cut(source, scope)
         assert old and inside.count(old) == 1, (
@@ -62,13 +62,13 @@ def find_hunks(diff: str, source: str) -> list[Hunk]:
 
 def _cut(source: str, name: str) -> tuple[int, str]:
     """Where a function or class begins, and its text; without a name, all of the source."""
-    found = (
+    matches = (
         re.search(rf"^(?:def|class) {name}\b(?:.*\n)(?:(?:[ )].*)?\n)*", source, re.M)
         if name
         else None
     )
-    assert found or not name, f"no function or class {name}"
-    return (found.start(), found[0]) if found else (0, source)
+    assert matches or not name, f"no function or class {name}"
+    return (matches.start(), matches[0]) if matches else (0, source)
 
 
 def apply(diff: str, source: str) -> str:
@@ -80,13 +80,12 @@ def apply(diff: str, source: str) -> str:
 
 def number_lines(diff: str, source: str) -> str:
     """`diff` as `patch` takes it: with the line numbers of `source`, in its order."""
-    text, shift = "", 0
+    text = ""
+    shift = 0
     for hunk in find_hunks(diff, source):
-        first, old, new = (
-            source.count("\n", 0, hunk.start) + 1,
-            hunk.old.count("\n"),
-            hunk.new.count("\n"),
-        )
+        first = source.count("\n", 0, hunk.start) + 1
+        old = hunk.old.count("\n")
+        new = hunk.new.count("\n")
         numbers = f"-{first},{old} +{first + shift},{new}".replace(",1 ", " ").removesuffix(",1")
         text += f"@@ {numbers} @@ {hunk.scope}".rstrip() + f"\n{hunk.lines}"
         shift += new - old

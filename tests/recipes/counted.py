@@ -20,21 +20,23 @@ from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from common.launching import launch
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 
 HOOKS = {
     DDPCommunicationHookType.NO: default_hooks.allreduce_hook,
     DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
     DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
 }
-cls = load(Path(__file__).parents[2] / "recipes" / "cls.py")
+cls = load_recipe(Path(__file__).parents[2] / "recipes" / "cls.py")
 compile_cut = DDPOptimizer.compile_fn
 if "COMPILE_BACKEND" in os.environ:
     torch.compile = partial(torch.compile, backend=os.environ["COMPILE_BACKEND"])
 
 
 def main() -> None:
-    sent, parameters, cut = [], [], []
+    sent = []
+    parameters = []
+    cut = []
 
     def counting_compile(self, *arguments, **options):
         compiled = compile_cut(self, *arguments, **options)
@@ -57,7 +59,8 @@ def main() -> None:
     launch.DistributedDataParallelKwargs = partial(DistributedDataParallelKwargs, bucket_cap_mb=1)
     DDPOptimizer.compile_fn = counting_compile
     cls.main()
-    compiled, broken = counters["stats"].get("unique_graphs", 0), list(counters["graph_break"])
+    compiled = counters["stats"].get("unique_graphs", 0)
+    broken = list(counters["graph_break"])
     counted = {
         "parameters": sum(parameters),
         "sent": sent,

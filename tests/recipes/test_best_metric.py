@@ -8,13 +8,13 @@ FLAGS = ["--max_steps", 4, "--eval_every", 2]
 
 
 def test_the_flag_decides_which_model_is_best(run_several, tmp_path) -> None:
-    where = [*FLAGS, "--output_dir", tmp_path]
+    where = FLAGS + ["--output_dir", tmp_path]
     runs = run_several(
         2,
         {
-            "f1": [*where, "--name", "f1", "--best_metric", "f1_macro", "--ema_decay", 0.9],
-            "typo": [*where, "--best_metric", "f1_marco"],
-            "of boxes": [*where, "--best_metric", "AP"],
+            "f1": where + ["--name", "f1", "--best_metric", "f1_macro", "--ema_decay", 0.9],
+            "typo": where + ["--best_metric", "f1_marco"],
+            "of boxes": where + ["--best_metric", "AP"],
         },
     )
     f1 = runs["f1"]

@@ -28,7 +28,7 @@ def test_a_broken_validation_image_is_named_once(run_several, tmp_path, recipe) 
         "--workers",
         2,
     ]
-    training = [*flags, "--output_dir", tmp_path, "--name", "run"]
+    training = flags + ["--output_dir", tmp_path, "--name", "run"]
     evaluation = ["--data", data, "--eval_only", tmp_path / "run/best", "--workers", 2]
     cases = {"run": training, "evaluation": evaluation}
     outcomes = run_several(2, cases, recipe=f"recipes/{recipe}.py")

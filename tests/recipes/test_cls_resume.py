@@ -17,7 +17,7 @@ import pytest
 from common.checkpoints.store import Damaged, verify
 from tests.harness.drawings import draw_stripes
 from tests.harness.forked import Ended
-from tests.harness.outcomes import Outcome, identical, keeps_best, read
+from tests.harness.outcomes import Outcome, has_best, identical, read
 from tests.harness.resumed import STEPS, assert_same_run, signal_at
 
 SMALL = (
@@ -61,9 +61,9 @@ def whole(forks, images, tmp_path_factory) -> Path:
 def train(forks, images, tmp_path):
     """`train("name", *flags)` runs the recipe in the run folder tmp_path/name, with a row per step."""
 
-    def run(name: str, *words, **options) -> Ended:
+    def run(name: str, *args, **options) -> Ended:
         return forks(
-            "--data", images, "--output_dir", tmp_path, "--name", name, *SMALL, *words, **options
+            "--data", images, "--output_dir", tmp_path, "--name", name, *SMALL, *args, **options
         )
 
     return run
@@ -125,7 +125,8 @@ def test_run_killed_before_each_file_operation_is_bit_equal(train, tmp_path, eac
         "the moving average begins with the weights of the first step"
     )
     assert last["eval/ema_loss"] != last["eval/loss"]
-    died_before, had = _Spared(set(), each), set()
+    died_before = _Spared(set(), each)
+    had = set()
     while (died := train("killed", *flags, watch=tmp_path / "killed", spared=died_before)).code:
         assert died.code == -signal.SIGKILL, died.stderr
         died_before.add(died_before.kind(died.died_before))
@@ -150,12 +151,12 @@ def test_run_killed_before_each_file_operation_is_bit_equal(train, tmp_path, eac
 
 def _whole(folder: Path) -> dict[str, bool]:
     """True for a complete checkpoint and a complete best model, which may be aside for a moment."""
-    found = []
+    checkpoints = []
     for path in folder.glob("checkpoints/step_*"):
         with contextlib.suppress(Damaged):
-            found.append(verify(path).path)
-    best = found and keeps_best(folder, verify(max(found)).record)
-    return {"checkpoint": bool(found), "best": bool(best)}
+            checkpoints.append(verify(path).path)
+    best = checkpoints and has_best(folder, verify(max(checkpoints)).record)
+    return {"checkpoint": bool(checkpoints), "best": bool(best)}
 
 
 class _Spared(set):
@@ -204,9 +205,9 @@ def test_finished_run_started_again_says_so_and_changes_nothing(train, whole, tm
     shutil.copytree(whole, tmp_path / "run")
     before = content(tmp_path / "run")
     changed = "--tracker wandb --checkpoint_every 2 --log_every 5 --keep_checkpoints 1".split()
-    again = train("run", *EVERYTHING, *changed)
-    assert again.code == 0, again.stderr
-    assert "finished" in again.stdout and "--max_steps" in again.stdout
+    restarted = train("run", *EVERYTHING, *changed)
+    assert restarted.code == 0, restarted.stderr
+    assert "finished" in restarted.stdout and "--max_steps" in restarted.stdout
     assert content(tmp_path / "run") == before
     status = read(tmp_path / "run" / "status.json")
     assert (status["status"], status["step"]) == ("finished", STEPS)
@@ -218,29 +219,32 @@ def test_finished_run_started_again_says_so_and_changes_nothing(train, whole, tm
 def test_an_older_checkpoint_branches_off(train, whole, images, tmp_path):
     """In the same folder, a checkpoint that the run has left behind and changed data are refused."""
     shutil.copytree(whole, tmp_path / "run")
-    before, longer = content(tmp_path / "run"), (*EVERYTHING, "--max_steps", 18)
+    before = content(tmp_path / "run")
+    longer = EVERYTHING + ["--max_steps", 18]
     newest, older = (
         tmp_path / "run/checkpoints" / name for name in ("step_00000012", "step_00000008")
     )
     moved, changed = (shutil.copytree(images, tmp_path / name) for name in ("moved", "changed"))
     (changed / "train/stuff_0/0.png").unlink()
-    for flag, value, told in (
+    for flag, value, message in (
         ("--resume", older, f"has continued to {newest.name}"),
         ("--data", changed, "belongs to another run: data "),
     ):
         refused = train("run", *longer, flag, value)
-        assert refused.code == 2 and told in refused.stderr, refused.stderr
+        assert refused.code == 2 and message in refused.stderr, refused.stderr
     assert content(tmp_path / "run") == before, "a refused start has changed something"
 
     branch = train("branch", *EVERYTHING, "--resume", older)
     assert branch.code == 0, branch.stderr
-    one, other = (Outcome(folder=tmp_path / name) for name in ("branch", "run"))
-    assert [row["step"] for row in one.rows] == [9, 10, 11, 12]
-    assert identical(one.tensors(), other.tensors()) and identical(
-        one.tensors("optimizer"), other.tensors("optimizer")
+    branch_record, run_record = (Outcome(folder=tmp_path / name) for name in ("branch", "run"))
+    assert [row["step"] for row in branch_record.rows] == [9, 10, 11, 12]
+    assert identical(branch_record.tensors(), run_record.tensors()) and identical(
+        branch_record.tensors("optimizer"), run_record.tensors("optimizer")
     )
-    again = train("branch", "--resume", older, *longer)  # the same command goes on, as after a kill
-    assert again.code == 0 and "resuming from step 12 of 18" in again.stdout, again.stderr
+    resumed = train(
+        "branch", "--resume", older, *longer
+    )  # the same command goes on, as after a kill
+    assert resumed.code == 0 and "resuming from step 12 of 18" in resumed.stdout, resumed.stderr
     assert train("run", "--resume", newest, *longer, "--data", moved).code == 0
     assert read(tmp_path / "run" / "status.json")["step"] == 18
 
@@ -249,7 +253,7 @@ def test_same_command_resumes_elsewhere_but_not_by_another_seed(
     forks, images, tmp_path, tmp_path_factory
 ):
     """Without a --name: with another layout and cadence, and data at another place, as a requeued job's."""
-    command = ["--data", images, "--output_dir", tmp_path, *SMALL]
+    command = ["--data", images, "--output_dir", tmp_path] + SMALL
     assert forks(*command, observer=signal_at(6)).code == -signal.SIGKILL
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("cls-")

@@ -12,7 +12,8 @@ import pytest
 
 from tests.harness.outcomes import Outcome, identical
 
-STEPS, HALF = 12, 6
+STEPS = 12
+HALF = 6
 COMMAND = (  # a ViT, without batch norm, makes little of small differences
     f"--dtype float64 --max_steps {STEPS} --log_every 1 --checkpoint_every {HALF} --crop_scale 1 "
     "--global_batch_size 32 --max_micro_batch_size 8 --model test_vit --lr 1e-3"
@@ -33,10 +34,8 @@ def runs(run_several, tmp_path_factory) -> dict[str, Outcome]:
     cases = {name: f"{COMMAND} --output_dir {folder} --comm_hook {name}" for name in HOOKS}
     cases["bf16 resumed"] = f"{cases['bf16']} --resume {folder}/bf16/checkpoints/step_{HALF:08d}"
     cases["compiled"] = COMPILED
-    words = {name: flags.split() for name, flags in cases.items()}
-    return run_several(
-        2, words, recipe="tests/recipes/counted.py", env={"COMPILE_BACKEND": "eager"}
-    )
+    args = {name: flags.split() for name, flags in cases.items()}
+    return run_several(2, args, recipe="tests/recipes/counted.py", env={"COMPILE_BACKEND": "eager"})
 
 
 def counts(run: Outcome) -> dict:
@@ -48,11 +47,12 @@ def counts(run: Outcome) -> dict:
 def test_the_loss_falls_and_only_the_last_micro_step_sends(
     name: str, runs: dict[str, Outcome]
 ) -> None:
-    run, counted = runs[name], counts(runs[name])
+    run = runs[name]
+    counted = counts(runs[name])
     losses = run.column("train/loss")
     assert len(losses) == STEPS and losses[-3:].mean() < losses[:3].mean()
-    said = [line for line in run.stdout.splitlines() if line.strip().startswith("gradients")]
-    assert len(said) == (name != "none") and all(f"sent in {name}" in line for line in said)
+    lines = [line for line in run.stdout.splitlines() if line.strip().startswith("gradients")]
+    assert len(lines) == (name != "none") and all(f"sent in {name}" in line for line in lines)
     assert "2 processes x 2 micro-steps" in run.stdout
     # Two more backward passes are the warm-up's.
     assert sum(counted["sent"]) == (STEPS + 2) * counted["parameters"]
@@ -92,10 +92,11 @@ def test_compiled_models_train_as_eager_ones(run_several, stripes) -> None:
         ],
         "group": [*flags, *"--model test_resnet --batch_norm group --norm_batch_size 8".split()],
     }
-    cases |= {f"{name} compiled": [*words, "--compile"] for name, words in cases.items()}
+    cases |= {f"{name} compiled": [*args, "--compile"] for name, args in cases.items()}
     outcomes = run_several(2, cases, recipe="tests/recipes/counted.py", timeout=3000)
     for name, graphs in (("vit", 6), ("group", 3)):  # the vit has two sizes
-        eager, compiled = outcomes[name], outcomes[f"{name} compiled"]
+        eager = outcomes[name]
+        compiled = outcomes[f"{name} compiled"]
         np.testing.assert_allclose(
             compiled.column("train/loss"), eager.column("train/loss"), rtol=1e-3
         )

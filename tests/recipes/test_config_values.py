@@ -56,8 +56,14 @@ LABELS = np.arange(90) % 3
 class Images(list):
     """As much of a source as a plan needs."""
 
-    labels, classes, multi_label, fresh = LABELS, ("a", "b", "c"), False, False
-    sizes, offsets, crowd, blocks = np.full((90, 2), 64), np.arange(91), np.zeros(90, bool), None
+    labels = LABELS
+    classes = ("a", "b", "c")
+    multi_label = False
+    fresh = False
+    sizes = np.full((90, 2), 64)
+    offsets = np.arange(91)
+    crowd = np.zeros(90, bool)
+    blocks = None
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +71,9 @@ def model():
     return timm.create_model("test_vit", num_classes=3)
 
 
-def parsed_by(config_class: type, *words: str):
+def parsed_by(config_class: type, *args: str):
     """The configuration of a command line, whose data are x if it names none."""
-    return parse(config_class, ["--data", "x", *words], "x.py")
+    return parse(config_class, ["--data", "x", *args], "x.py")
 
 
 def one_line(call: Callable, *arguments, **options):
@@ -122,12 +128,14 @@ def plan(config, model) -> None:
             image, mask = transforms.augment(pair, 0)
             assert image.shape[1:] == mask.shape and max(mask.shape) <= config.crop_size
     if recipe is cls:
-        shown = one_line(timm_models.resolve_data_config, model, config.image_size, config.crop_pct)
-        if shown:
-            one_line(TrainingTransform, config, shown)
-            one_line(EvalTransform, shown)
+        resize = one_line(
+            timm_models.resolve_data_config, model, config.image_size, config.crop_pct
+        )
+        if resize:
+            one_line(TrainingTransform, config, resize)
+            one_line(EvalTransform, resize)
             if config.mixup or config.cutmix:
-                mixing = Mixing(config.seed, config.mixup, config.cutmix, shown["input_size"][1:])
+                mixing = Mixing(config.seed, config.mixup, config.cutmix, resize["input_size"][1:])
                 assert np.isfinite(mixing.sample(np.arange(4))).all()
             assert np.isfinite(
                 ColorJitter(config.seed, config.color_jitter).sample(np.arange(4))
@@ -147,17 +155,17 @@ def flag(field: dataclasses.Field, word: str) -> str:
 
 @pytest.mark.parametrize("recipe", CONFIGS)
 def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> None:
-    shared, parsed = (
-        {field.name for field in dataclasses.fields(cls.Config)} if recipe != "cls" else set(),
-        0,
-    )
-    own = [field for field in dataclasses.fields(CONFIGS[recipe]) if field.name not in shared]
-    for place, field in enumerate(own):
+    shared = {field.name for field in dataclasses.fields(cls.Config)} if recipe != "cls" else set()
+    parsed = 0
+    recipe_fields = [
+        field for field in dataclasses.fields(CONFIGS[recipe]) if field.name not in shared
+    ]
+    for index, field in enumerate(recipe_fields):
         means_much = (
             field.type is str and field.name != "project" and not field.name.endswith("_column")
         )
-        words = NUMBERS if field.type in (int, float) else TEXTS if means_much else TEXTS[::9]
-        for word in words[place % 3 :: 3]:  # a third for each field, for the time that it takes
+        values = NUMBERS if field.type in (int, float) else TEXTS if means_much else TEXTS[::9]
+        for word in values[index % 3 :: 3]:  # a third for each field, for the time that it takes
             config = one_line(parsed_by, CONFIGS[recipe], flag(field, word))
             if config and getattr(config, field.name) != field.default:
                 parsed += 1
@@ -166,7 +174,7 @@ def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> Non
 
 
 @pytest.mark.parametrize(
-    "flag, word, told",
+    "flag, word, message",
     [
         ("--data", "a/" + "é" * 128, "too long for a path"),  # a name of 256 bytes
         ("--model", "abcdefg/" * 512, "too long for a path"),  # 4,096 bytes
@@ -181,7 +189,7 @@ def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> Non
     ],
     ids=lambda value: value[:12],
 )
-def test_what_can_be_no_path_is_refused_by_the_parser(flag: str, word: str, told: str) -> None:
-    with pytest.raises(Refused, match=told) as raised:
+def test_what_can_be_no_path_is_refused_by_the_parser(flag: str, word: str, message: str) -> None:
+    with pytest.raises(Refused, match=message) as raised:
         parsed_by(cls.Config, f"{flag}={word}")
     assert str(raised.value).startswith(f"{flag} ") and len(str(raised.value)) < 300

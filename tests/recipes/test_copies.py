@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.harness.outcomes import Outcome, assert_same_training
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 from tests.recipes.copied import CHANGES, PAGE, copy, recipe_of
 
 ROOT = Path(__file__).parents[2]
@@ -120,15 +120,19 @@ def test_the_pages_command_applies_several_changes(name: str, tmp_path) -> None:
 def apply_as_the_page_says(folder: Path, recipe: str, *changes: str) -> list[str]:
     """Lines that the commands print. The copy is as `copy` makes it."""
     (folder / "docs").symlink_to(ROOT / "docs")
-    mine = copy(folder / "mine.py", recipe=recipe)
+    script = copy(folder / "mine.py", recipe=recipe)
     command = re.search("^awk .*", PAGE, re.M)[0]
     lines = []
     for change in changes:
-        words = command.replace("Focal loss", change.replace("-", " ").capitalize()) + " --fuzz=0"
-        lines += subprocess.check_output(words, shell=True, cwd=folder, text=True).splitlines()
+        command_line = (
+            command.replace("Focal loss", change.replace("-", " ").capitalize()) + " --fuzz=0"
+        )
+        lines += subprocess.check_output(
+            command_line, shell=True, cwd=folder, text=True
+        ).splitlines()
     expected = copy(folder / "expected.py", *[CHANGES[change] for change in changes], recipe=recipe)
-    assert mine.read_text() == expected.read_text()
-    compile(mine.read_text(), mine.name, "exec")
+    assert script.read_text() == expected.read_text()
+    compile(script.read_text(), script.name, "exec")
     return lines
 
 
@@ -142,14 +146,15 @@ def test_every_change_of_the_page_is_trained() -> None:
 
 def test_the_picture_of_the_page_is_drawn(tmp_path) -> None:
     copy(tmp_path / "cls_ranks.py", CHANGES["a-metric-and-its-picture"])
-    load(tmp_path / "cls_ranks.py").draw_bars([7, 2, 1], tmp_path / "ranks.png")
+    load_recipe(tmp_path / "cls_ranks.py").draw_bars([7, 2, 1], tmp_path / "ranks.png")
     assert (tmp_path / "ranks.png").stat().st_size > 1_000
 
 
 @pytest.fixture(scope="module")
 def runs(run_several, stripes, scenes, regions, tmp_path_factory) -> dict[str, dict[str, Outcome]]:
     """By number of processes and name: two launches."""
-    folder, outcomes = tmp_path_factory.mktemp("copies"), {}
+    folder = tmp_path_factory.mktemp("copies")
+    outcomes = {}
     table = ["path,kind,split"]
     (folder / "shells").mkdir()
     for path in sorted(stripes.rglob("*.png")):
@@ -158,46 +163,49 @@ def runs(run_several, stripes, scenes, regions, tmp_path_factory) -> dict[str, d
         (folder / "shells" / f"{kind.replace('_', '-')}_{part}{name}").symlink_to(path)
     (folder / "labels.csv").write_text("\n".join(table))
     draw_bands(stripes, folder / "bands")
-    own = {"focal": ["--data", folder / "labels.csv"], "margin": ["--data", folder / "shells"]}
-    own["detector"], own["bands"] = ["--data", scenes], ["--data", folder / "bands"]
-    own["dice"] = own["decoder"] = ["--data", regions]
-    own["teacher"] = ["--data", stripes, "--teacher", folder / "runs_1/stages/best"]
-    data, short = (
-        ["--data", stripes],
-        "--max_steps 8 --model test_vit --global_batch_size 24 --log_every 1".split(),
-    )
+    data_args = {
+        "focal": ["--data", folder / "labels.csv"],
+        "margin": ["--data", folder / "shells"],
+    }
+    data_args["detector"] = ["--data", scenes]
+    data_args["bands"] = ["--data", folder / "bands"]
+    data_args["dice"] = data_args["decoder"] = ["--data", regions]
+    data_args["teacher"] = ["--data", stripes, "--teacher", folder / "runs_1/stages/best"]
+    data = ["--data", stripes]
+    short = "--max_steps 8 --model test_vit --global_batch_size 24 --log_every 1".split()
     one_rank = copy(folder / "one_rank.py", STOP_ON_ONE_RANK)
     for processes in (1, 3):
-        cases, output = {}, ["--output_dir", folder / f"runs_{processes}"]
+        cases = {}
+        output = ["--output_dir", folder / f"runs_{processes}"]
         for name, (changes, flags) in DAYS.items():
-            kind, diffs = recipe_of(changes[0]), [CHANGES[change] for change in changes]
+            kind = recipe_of(changes[0])
+            diffs = [CHANGES[change] for change in changes]
             diffs += [DRAWS] if name == "module" else []
             recipe = copy(folder / f"{kind}_{name}.py", *diffs, recipe=kind)
-            cases[name] = [recipe, *own.get(name, data), *EXACT, *flags.split(), *output]
+            cases[name] = [recipe, *data_args.get(name, data), *EXACT, *flags.split(), *output]
         if processes == 3:
-            cases["one_rank"] = [one_rank, *data, *short, *output]
+            cases["one_rank"] = [one_rank] + data + short + output
         else:
-            broken = [
-                copy(folder / "broken.py", BREAK),
-                *data,
-                *short,
-                "--checkpoint_every",
-                4,
-                *output,
-            ]
+            broken = (
+                [copy(folder / "broken.py", BREAK)]
+                + data
+                + short
+                + ["--checkpoint_every", 4]
+                + output
+            )
             # Nothing gets better than the first evaluation.
             stopped = [
                 *cases["module"],
                 *"--max_steps 40 --wait 8 --lr 1e-9 --name stopped".split(),
             ]
-            cases |= {"broken": broken, "broken again": [*broken, "--name", "broken"]}
-            cases |= {"stopped": stopped, "stopped, longer": [*stopped, "--max_steps", 44]}
-            cases["mean"] = [copy(folder / "mean.py", MEAN), *data, *short, *output]
+            cases |= {"broken": broken, "broken again": broken + ["--name", "broken"]}
+            cases |= {"stopped": stopped, "stopped, longer": stopped + ["--max_steps", 44]}
+            cases["mean"] = [copy(folder / "mean.py", MEAN)] + data + short + output
             for name in ("optimizers", "teacher"):
-                words = [word for word in cases[name][1:] if word not in own.get(name, ())]
-                cases[f"original of {name}"] = ["recipes/cls.py", *words, *data, "--max_steps", 1]
-            others = [word for word in cases["teacher"] if word not in ("--data", stripes)]
-            cases["teacher of other classes"] = [*others, "--data", "digits"]
+                args = [word for word in cases[name][1:] if word not in data_args.get(name, ())]
+                cases[f"original of {name}"] = ["recipes/cls.py"] + args + data + ["--max_steps", 1]
+            student_args = [word for word in cases["teacher"] if word not in ("--data", stripes)]
+            cases["teacher of other classes"] = student_args + ["--data", "digits"]
             module = cases["module"]
             cases["resumed"] = [*module, "--name", "resumed", "--max_steps", 4]
             cases["resumed, longer"] = [*module, "--name", "resumed"]
@@ -213,30 +221,18 @@ def runs(run_several, stripes, scenes, regions, tmp_path_factory) -> dict[str, d
                 "--eval_only",
                 folder / "runs_1/detector/best",
             ]
-            cases["without a name"] = [
-                one_rank,
-                *data,
-                *short,
-                "--max_steps",
-                1,
-                *output,
-                "--name",
-                "",
-            ]
-            same = [*data, *short, "--max_steps", 4, *output, "--name", "source"]
+            cases["without a name"] = (
+                [one_rank] + data + short + ["--max_steps", 1] + output + ["--name", ""]
+            )
+            same = data + short + ["--max_steps", 4] + output + ["--name", "source"]
             cases["original"] = same
             cases["finished by the original"] = [
-                copy(folder / "focal/cls.py", CHANGES["focal-loss"]),
-                *same,
-            ]
-            cases["allowed"] = [
-                folder / "focal/cls.py",
-                *same,
-                "--max_steps",
-                6,
-                "--allow_changed_source",
-            ]
-            cases["as before"] = ["recipes/cls.py", *same, "--max_steps", 7]
+                copy(folder / "focal/cls.py", CHANGES["focal-loss"])
+            ] + same
+            cases["allowed"] = (
+                [folder / "focal/cls.py"] + same + ["--max_steps", 6, "--allow_changed_source"]
+            )
+            cases["as before"] = ["recipes/cls.py"] + same + ["--max_steps", 7]
         outcomes[processes] = run_several(processes, cases, timeout=600)
     return outcomes
 
@@ -245,16 +241,17 @@ def runs(run_several, stripes, scenes, regions, tmp_path_factory) -> dict[str, d
 def test_a_changed_copy_is_the_same_run_on_any_layout(
     name: str, runs: dict[str, dict[str, Outcome]]
 ) -> None:
-    one, three = runs[1][name], runs[3][name]
-    assert (one.outcome, three.outcome) == ("ok", "ok"), one.text + three.text
-    losses = one.column("train/loss")
+    one_rank = runs[1][name]
+    three_ranks = runs[3][name]
+    assert (one_rank.outcome, three_ranks.outcome) == ("ok", "ok"), one_rank.text + three_ranks.text
+    losses = one_rank.column("train/loss")
     assert len(losses) == 8 and losses[-1] < losses[0]
     results = {"detector": {"train/loss_box", "eval/AP"}, "stages": {"eval/accuracy"}}
     results["dice"] = results["decoder"] = {"eval/loss", "eval/mIoU"}
-    assert {key for row in one.rows for key in row} >= results.get(
+    assert {key for row in one_rank.rows for key in row} >= results.get(
         name, {"eval/loss", "eval/f1_macro"}
     )
-    assert_same_training(one, three)
+    assert_same_training(one_rank, three_ranks)
 
 
 def test_a_second_head_and_a_table_of_labels_take_effect(runs) -> None:
@@ -284,7 +281,8 @@ def test_a_margin_head_and_a_data_set_of_ones_own_take_effect(runs) -> None:
 
 
 def test_a_fourth_channel_is_trained_evaluated_and_exported(runs) -> None:
-    run, best = runs[1]["bands"], runs[1]["best bands"]
+    run = runs[1]["bands"]
+    best = runs[1]["best bands"]
     assert re.search(r"input +4 x \d+ x \d+\n", run.stdout) and "transparency" not in run.stdout
     summary = run.read("summary.json")
     assert best.outcome == "ok", best.text
@@ -301,8 +299,8 @@ def test_a_fourth_channel_is_trained_evaluated_and_exported(runs) -> None:
 def test_pictures_of_four_channels_are_drawn(forks, stripes, tmp_path) -> None:
     draw_bands(stripes, tmp_path / "bands")
     recipe = copy(tmp_path / "cls_bands.py", CHANGES["more-channels-than-three"])
-    words = ["--data", tmp_path / "bands", *"--model test_vit --max_steps 2 --name drawn".split()]
-    ended = forks(*words, "--output_dir", tmp_path, recipe=recipe, pictures=True)
+    args = ["--data", tmp_path / "bands"] + "--model test_vit --max_steps 2 --name drawn".split()
+    ended = forks(*args, "--output_dir", tmp_path, recipe=recipe, pictures=True)
     assert ended.code == 0, ended
     for name in ("first_batch", "mistakes"):
         assert (tmp_path / "drawn/pictures" / f"{name}.png").is_file(), name
@@ -355,12 +353,13 @@ def test_two_optimizers_and_another_metric_take_effect(runs) -> None:
 
 
 def test_a_teacher_leaves_no_trace_and_must_know_the_classes(runs) -> None:
-    run, other = runs[1]["teacher"], runs[1]["teacher of other classes"]
+    run = runs[1]["teacher"]
+    refused = runs[1]["teacher of other classes"]
     assert run.tensors().keys() == timm.create_model("test_vit", num_classes=5).state_dict().keys()
     assert run.read("best/config.json")["architecture"] == "test_vit"
     assert (
-        other.outcome == "refused"
-        and "stages/best: does not know 0; take one trained on these" in other.text
+        refused.outcome == "refused"
+        and "stages/best: does not know 0; take one trained on these" in refused.text
     )
 
 
@@ -380,7 +379,8 @@ def test_changes_of_a_detector_take_effect(runs: dict[str, dict[str, Outcome]]) 
 
 def test_a_run_that_its_recipe_stops_ends_well(runs) -> None:
     """After an evaluation it ends there; pictures, results and best/ are those of a run's end."""
-    first, longer = runs[1]["stopped"], runs[1]["stopped, longer"]
+    first = runs[1]["stopped"]
+    longer = runs[1]["stopped, longer"]
     assert re.search(
         "12 steps in [0-9]+ s of training, ended by no better result since step 4", first.stdout
     ), first
@@ -403,10 +403,14 @@ def test_one_rank_can_stop_a_run(runs) -> None:
 
 def test_a_loop_that_was_left_is_saved_and_stays_ended(runs) -> None:
     """Where no checkpoint is due."""
-    run, again, why = runs[1]["broken"], runs[1]["broken again"], "the recipe, which left its loop"
+    run = runs[1]["broken"]
+    resumed = runs[1]["broken again"]
+    why = "the recipe, which left its loop"
     assert run.outcome == "ok" and 'run.stop("why") ends a run with one' in run.stdout
     assert status(run) == ("finished", 2, why) and run.checkpoint.name == "step_00000002"
-    assert again.outcome == "ok" and f"this run was ended at step 2 of 8 by {why}" in again.stdout
+    assert (
+        resumed.outcome == "ok" and f"this run was ended at step 2 of 8 by {why}" in resumed.stdout
+    )
 
 
 def test_a_mean_as_loss_is_refused_before_the_first_step(runs) -> None:
@@ -416,7 +420,8 @@ def test_a_mean_as_loss_is_refused_before_the_first_step(runs) -> None:
 
 
 def test_a_module_of_ones_own_is_evaluated_exported_and_resumed(runs) -> None:
-    run, longer = runs[1]["module"], runs[1]["resumed, longer"]
+    run = runs[1]["module"]
+    longer = runs[1]["resumed, longer"]
     assert re.search("model +Sequential: ", run.stdout)
     assert "resuming from step 4 of 8" in longer.stdout
     for name, tensor in run.tensors().items():

@@ -42,7 +42,9 @@ PICTURES = {
     "cls": ("confusion", "mistakes"),
     "det": ("predictions", "precision_recall", "confusion", "misses"),
 }
-LAST, STEPS = 7, 12  # steps of the start that is killed, and of the whole run
+# steps of the start that is killed, and of the whole run
+LAST = 7
+STEPS = 12
 
 
 def of_tensorboard(folder: Path) -> dict[int, dict]:
@@ -74,7 +76,7 @@ def die_with_all(run) -> None:
     while not written:
         time.sleep(0.01)
         if (run.path / "tensorboard").exists():
-            written = {*range(1, LAST - 1)} <= of_tensorboard(run.path).keys()
+            written = set(range(1, LAST - 1)) <= of_tensorboard(run.path).keys()
         else:
             written = any(run.path.glob("wandb/*run-*/*.wandb"))
     for process in [*psutil.Process().children(recursive=True), psutil.Process()]:
@@ -92,9 +94,10 @@ def die_with_all(run) -> None:
 def test_each_row_and_picture_is_shown_once_through_a_kill(
     forks, scenes, tmp_path, recipe: str, tracker: str, processes: int
 ) -> None:
-    folder, of_wandb = tmp_path / "run", tracker != "tensorboard"
-    words = [*FLAGS[recipe].split(), *COMMON.split(), "--output_dir", tmp_path]
-    words += [
+    folder = tmp_path / "run"
+    of_wandb = tracker != "tensorboard"
+    args = FLAGS[recipe].split() + COMMON.split() + ["--output_dir", tmp_path]
+    args += [
         "--tracker",
         "wandb" if of_wandb else tracker,
         *(("--data", scenes) if recipe == "det" else ()),
@@ -108,7 +111,7 @@ def test_each_row_and_picture_is_shown_once_through_a_kill(
         }
         for observers, steps in (({0: AfterStep(die_with_all, LAST)}, 9), ({}, 9), ({}, STEPS)):
             ranks = forks.start_ranks(
-                processes, *words, "--max_steps", steps, observers=observers, **options
+                processes, *args, "--max_steps", steps, observers=observers, **options
             )
             ends = [rank.end() for rank in ranks]
         assert {end.code for end in ends} == {0}, ends
@@ -125,26 +128,26 @@ def test_each_row_and_picture_is_shown_once_through_a_kill(
         row["step"]: row
         for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     }
-    assert list(rows) == [*range(1, STEPS + 1)]
+    assert list(rows) == list(range(1, STEPS + 1))
     assert all(
         {"train/weight_norm", "train/update_ratio", *COLUMNS[recipe]} <= row.keys()
         for row in rows.values()
     )
     if of_wandb:
         ((run_id, run),) = server.runs.items()
-        shown = {row["_step"]: row for row in server.history(run_id)}
+        row_by_step = {row["_step"]: row for row in server.history(run_id)}
         assert [row["step"] for row in server.history(run_id)] == list(rows), "each step once"
         assert (run["tags"], run["groupName"], run["notes"]) == (["a", "b"], "g", "n")
         summary = json.loads(run["summaryMetrics"])
     else:
-        shown = of_tensorboard(folder)
-        assert "first_batch" in shown[1]  # the step that trains on it
+        row_by_step = of_tensorboard(folder)
+        assert "first_batch" in row_by_step[1]  # the step that trains on it
         summary = {
             key.removeprefix("summary/"): value
-            for _, row in sorted(shown.items())
+            for _, row in sorted(row_by_step.items())
             for key, value in row.items()
         }
-    assert shown.keys() == rows.keys()
+    assert row_by_step.keys() == rows.keys()
     for step, row in rows.items():
         repeated = 4 < step <= LAST  # then only the first start's pace was sent
         for key, value in row.items():
@@ -154,16 +157,16 @@ def test_each_row_and_picture_is_shown_once_through_a_kill(
                 or key == "step"
             ):
                 np.testing.assert_allclose(
-                    shown[step][key],
+                    row_by_step[step][key],
                     value,
                     rtol=1e-12 if of_wandb else 1e-6,
                     err_msg=f"{step} {key}",
                 )
     # W&B's pictures of step 3 went with the machine.
     for step in range(6 if of_wandb else 3, STEPS + 1, 3):
-        assert {*PICTURES[recipe]} <= shown[step].keys(), step
+        assert set(PICTURES[recipe]) <= row_by_step[step].keys(), step
         if of_wandb:
-            assert {shown[step][name]["path"] for name in PICTURES[recipe]} <= server.uploads
+            assert {row_by_step[step][name]["path"] for name in PICTURES[recipe]} <= server.uploads
     for part, results in read(folder / "summary.json").items():
         for key, value in results.items() if part in ("best", "last") else ():
             assert value is None or summary[f"{part}/{key}"] == pytest.approx(value, rel=1e-6), (
@@ -199,10 +202,16 @@ def test_the_best_model_is_an_artifact_of_each_end(forks, tmp_path) -> None:
     longer run another.
     """
     flags = f"{FLAGS['cls']} --eval_every 2 --tracker wandb".split()
-    words = [*flags, "--output_dir", tmp_path, "--name", "one run"]
-    asked = [*words, "--wandb_artifact", "--wandb_entity", "team"]
-    codes, counts = [], []
-    starts = ((asked, 4, {0: AfterStep(stop, 1)}), (asked, 4, {}), (words, 6, {}), (asked, 8, {}))
+    args = [*flags, "--output_dir", tmp_path, "--name", "one run"]
+    artifact_args = args + ["--wandb_artifact", "--wandb_entity", "team"]
+    codes = []
+    counts = []
+    starts = (
+        (artifact_args, 4, {0: AfterStep(stop, 1)}),
+        (artifact_args, 4, {}),
+        (args, 6, {}),
+        (artifact_args, 8, {}),
+    )
     for flags, steps, observers in starts:
         ranks = forks.start_ranks(
             1, *flags, "--max_steps", steps, recipe="cls", observers=observers
@@ -221,7 +230,7 @@ def test_the_best_model_is_an_artifact_of_each_end(forks, tmp_path) -> None:
     artifact = read_models(tmp_path / "one run")[-1]
     step = read(best / "run.json")["step"]
     assert artifact["name"] == "one-run"
-    assert {"best", f"step-{step}"} <= {*artifact["aliases"]}
+    assert {"best", f"step-{step}"} <= set(artifact["aliases"])
     uploads = {
         entry["path"]: Path(entry["local_path"]) for entry in artifact["manifest"]["contents"]
     }

@@ -31,9 +31,9 @@ from tests.harness.annotations import annotation, coco
 from tests.harness.launching import small
 from tests.harness.outcomes import read
 from tests.harness.photographs import exif
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 
-recipe = load(Path("recipes/det.py"))
+recipe = load_recipe(Path("recipes/det.py"))
 FAMILIES = {
     "fcos": "--long_side 160 --levels 3-5 --batch_norm group",
     "retinanet": "--long_side 160 --levels 3-5",
@@ -62,10 +62,8 @@ def photos(tmp_path_factory, rf_detr) -> Path:
             width, height = draws.integers(70, 129, 2).tolist()
             photo = Image.fromarray(source.draw_scene(number)[0][:height, :width])
             width, height = (round(side * (0.7 + 0.35 * number)) for side in (width, height))
-            photo, name = (
-                photo.resize((width, height), Image.Resampling.BICUBIC),
-                f"{part}/{number}.png",
-            )
+            photo = photo.resize((width, height), Image.Resampling.BICUBIC)
+            name = f"{part}/{number}.png"
             if number % 5 == 1:  # stored lying on its side, as cameras do
                 name = f"{part}/{number}.jpg"
                 photo.transpose(Image.Transpose.ROTATE_90).save(folder / name, exif=exif(6))
@@ -88,12 +86,12 @@ class Case:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        words = (
+        args = (
             f"{FLAGS} --detector {self.family} {FAMILIES[self.family]} --dtype {self.dtype} "
             f"--data {self.data}"
         )
         self.config = parse(
-            recipe.Config, small(words.replace("RF_DETR", f"{self.data}/rf_detr").split(), "det")
+            recipe.Config, small(args.replace("RF_DETR", f"{self.data}/rf_detr").split(), "det")
         )
         train, self.val = recipe.build_data(self.config)
         self.model = recipe.build_model(self.config, train.classes, torch.device("cpu"))
@@ -111,9 +109,9 @@ class Case:
                     parameter.copy_(2 + 0.5 * torch.randn(parameter.shape, generator=generator))
         self.transforms = recipe.build_transforms(self.config, self.model, torch.device("cpu"))
 
-    def evaluate(self, most: int) -> tuple[dict, Detections]:
+    def evaluate(self, max_images: int) -> tuple[dict, Detections]:
         dataset = recipe.EvalDataset(self.val, self.transforms)
-        loader = create_eval_loader(dataset, most, self.config.workers)
+        loader = create_eval_loader(dataset, max_images, self.config.workers)
         accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
         self.model.eval()
         evaluation = recipe.evaluate(
@@ -126,7 +124,8 @@ class Case:
         """The images, with every third detection of each, moved a little, as its objects."""
         images, rows = self.evaluate(COUNT)[1].to_arrays()
         chosen = np.concatenate([np.flatnonzero(images == index)[:30:3] for index in range(COUNT)])
-        images, rows = images[chosen], rows[chosen]
+        images = images[chosen]
+        rows = rows[chosen]
         sides = np.tile(rows[:, 2:4] - rows[:, :2], 2)
         moved = rows[:, :4] + sides * np.random.default_rng(1).normal(0, 0.04, sides.shape)
         boxes = (
@@ -167,10 +166,8 @@ def test_the_limit_of_detections_follows_the_objects(tmp_path) -> None:
         assert build_export_config(model)["options"][
             "detections_per_img"
         ] == limit and fields == get_identity(config)
-        transforms, best = (
-            recipe.build_transforms(config, model, torch.device("cpu")),
-            tmp_path / f"best {limit}",
-        )
+        transforms = recipe.build_transforms(config, model, torch.device("cpu"))
+        best = tmp_path / f"best {limit}"
         export(model, train, transforms.resize, {}, best)
         record = {
             "name": "a",
@@ -196,11 +193,11 @@ def test_detections_are_the_same_for_1_to_30_images_at_once(family, photos) -> N
     """In float64."""
     case = Case(family, str(photos), "float64")
     case.val = case.with_objects()
-    (results, found), *others = map(case.evaluate, LIMITS)
-    images, rows = found.to_arrays()
+    (results, detections), *results_by_limit = map(case.evaluate, LIMITS)
+    images, rows = detections.to_arrays()
     assert 0.1 < results["AP"] < 0.95 and len(np.unique(images)) == COUNT
-    for limit, (their_results, theirs) in zip(LIMITS[1:], others, strict=True):
-        their_images, their_rows = theirs.to_arrays()
+    for limit, (their_results, actual) in zip(LIMITS[1:], results_by_limit, strict=True):
+        their_images, their_rows = actual.to_arrays()
         assert their_results == results, limit
         np.testing.assert_array_equal(their_images, images)
         np.testing.assert_allclose(their_rows, rows, rtol=1e-6, atol=1e-6)
@@ -228,21 +225,21 @@ def test_users_of_best_get_the_ap_that_the_evaluation_gave(
             for detection in pipeline(file, threshold=0.0):
                 rows[file].append((detection["label"], detection["score"], detection["box"]))
     else:
-        monkeypatch.setattr(sys, "argv", ["detect.py", str(best), *files])
+        monkeypatch.setattr(sys, "argv", ["detect.py", str(best)] + files)
         capsys.readouterr()
         runpy.run_path("docs/detect.py")
         for line in capsys.readouterr().out.splitlines():
             file, label, *numbers = line.split()
             score, *box = map(float, numbers)
             rows[file].append((label, score, box))
-    found = []
+    sources = []
     for file in files:
         class_ids = [case.val.classes.index(label) for label, _, _ in rows[file]]
         boxes = torch.tensor([box for _, _, box in rows[file]]).reshape(-1, 4)
         scores = torch.tensor([score for _, score, _ in rows[file]])
-        found.append(
+        sources.append(
             {"labels": torch.tensor(class_ids, dtype=torch.int64), "scores": scores, "boxes": boxes}
         )
     detections = Detections()
-    detections.update(range(COUNT), found)
+    detections.update(range(COUNT), sources)
     assert detections.results(case.val)["AP"] == pytest.approx(results["AP"], abs=5e-4)

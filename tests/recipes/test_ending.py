@@ -25,8 +25,8 @@ WHY = "--patience 2: no better top-1 since step 4"
 @pytest.fixture(scope="module")
 def runs(run_several, stripes) -> dict[str, Outcome]:
     """Runs that end early, again, and with larger flags, on two processes; and one on one process."""
-    words = [*WORDS, "--data", stripes]
-    waiting, timed = ([*words, "--name", name] for name in ("waiting", "timed"))
+    args = WORDS + ["--data", stripes]
+    waiting, timed = ((args + ["--name", name]) for name in ("waiting", "timed"))
     cases = {
         "waiting": [*waiting, "--patience", 2],
         "waiting again": [*waiting, "--patience", 2, "--max_steps", 50],
@@ -36,7 +36,7 @@ def runs(run_several, stripes) -> dict[str, Outcome]:
         "timed longer": [*timed, "--max_hours", 1, "--max_steps", 6],
         "timed shorter": [*timed, "--max_steps", 5],
     }
-    return run_several(2, cases) | run_several(1, {"one": [*words, "--patience", 3]})
+    return run_several(2, cases) | run_several(1, {"one": args + ["--patience", 3]})
 
 
 def ended(text: str, step: int, why: str) -> bool:
@@ -44,15 +44,17 @@ def ended(text: str, step: int, why: str) -> bool:
 
 
 def test_a_run_ends_when_its_patience_does(runs) -> None:
-    first, again, longer = (runs[name] for name in ("waiting", "waiting again", "waiting longer"))
-    assert {run.outcome for run in (first, again, longer)} == {"ok"}
+    first, restarted, longer = (
+        runs[name] for name in ("waiting", "waiting again", "waiting longer")
+    )
+    assert {run.outcome for run in (first, restarted, longer)} == {"ok"}
     assert (
         ended(first.stdout, 12, WHY)
         and "the same command with --patience 4 continues this run" in first.stdout
     )
     assert (
         f"this run was ended at step 12 of 40 by {WHY}; a larger --patience takes it further"
-        in again.stdout
+        in restarted.stdout
     )
     assert "resuming from step 12 of 40" in longer.stdout
     assert ended(longer.stdout, 16, "--patience 3: no better top-1 since step 4")
@@ -76,16 +78,16 @@ def test_a_length_below_the_steps_that_were_made_is_refused(runs) -> None:
 
 
 def test_a_run_ends_when_its_hours_are_used_up(runs) -> None:
-    first, again, longer = (runs[name] for name in ("timed", "timed again", "timed longer"))
-    assert {run.outcome for run in (first, again, longer)} == {"ok"}
-    said = first.read("status.json")
-    assert said["status"] == "finished" and not said["cause"], (
+    first, restarted, longer = (runs[name] for name in ("timed", "timed again", "timed longer"))
+    assert {run.outcome for run in (first, restarted, longer)} == {"ok"}
+    status = first.read("status.json")
+    assert status["status"] == "finished" and not status["cause"], (
         "it was trained to its end by the last command"
     )
     assert ended(first.stdout, 4, "--max_hours 1e-09"), "no more than three steps later"
     assert (
         "this run was ended at step 4 of 40 by --max_hours 1e-09; a larger --max_hours takes it "
-        "further" in again.stdout
+        "further" in restarted.stdout
     )
     assert (
         "resuming from step 4 of 6" in longer.stdout and longer.checkpoint.name == "step_00000006"
@@ -123,18 +125,17 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
     forks, stripes, tmp_path, flag, kills, steps
 ) -> None:
     """Killed between evaluations, after one that was no better; and when some hours were used up."""
-    words = [*WORDS, "--data", stripes, "--output_dir", tmp_path, flag, "--name"]
+    args = WORDS + ["--data", stripes, "--output_dir", tmp_path, flag, "--name"]
     for step in kills:
-        died = forks(*words, "killed", observer=HourlySteps(kill_at=step))
+        died = forks(*args, "killed", observer=HourlySteps(kill_at=step))
         assert died.code == -signal.SIGKILL, died.stderr
     for name in ("killed", "undisturbed"):
-        assert forks(*words, name, observer=HourlySteps()).code == 0
+        assert forks(*args, name, observer=HourlySteps()).code == 0
     assert_same_run(tmp_path / "killed", tmp_path / "undisturbed", steps=steps)
 
 
 def test_the_clock_of_the_main_process_decides_for_all(forks, stripes, tmp_path) -> None:
-    words = [
-        *WORDS,
+    args = WORDS + [
         "--data",
         stripes,
         "--output_dir",
@@ -144,7 +145,7 @@ def test_the_clock_of_the_main_process_decides_for_all(forks, stripes, tmp_path)
         "--max_hours",
         6.5,
     ]
-    ranks = forks.start_ranks(2, *words, observers={0: HourlySteps(), 1: HourlySteps(hours=1000)})
+    ranks = forks.start_ranks(2, *args, observers={0: HourlySteps(), 1: HourlySteps(hours=1000)})
     ends = [rank.end() for rank in ranks]
     assert [end.code for end in ends] == [0, 0], ends[0].stderr
     assert read(tmp_path / "run/status.json")["step"] == 8

@@ -17,7 +17,7 @@ from common.training import timm_models
 from tests.harness.drawings import draw_stripes, save_colours
 from tests.harness.forked import Ended, Forks
 from tests.harness.outcomes import Outcome
-from tests.harness.runs import read, rows_of
+from tests.harness.runs import read, read_rows
 
 PARTS = "--data {root}/parts --model test_vit --max_steps 4 --lr 1e-3"
 STUFFS = [f"stuff_{number}" for number in range(5)]
@@ -26,14 +26,14 @@ STUFFS = [f"stuff_{number}" for number in range(5)]
 def printed(ended: Ended | Outcome) -> tuple[dict, str]:
     """The results that an evaluation prints, and what it says before them."""
     assert ended.stdout, ended
-    *said, results = ended.stdout.splitlines()
-    return json.loads(results), "\n".join(said)
+    *lines, results = ended.stdout.splitlines()
+    return json.loads(results), "\n".join(lines)
 
 
 @pytest.fixture(scope="module")
 def evaluate(forks):
     """`evaluate(weights, *flags)` -> the results, and what is said before them."""
-    return lambda *words, **options: printed(forks("--eval_only", *words, **options))
+    return lambda *args, **options: printed(forks("--eval_only", *args, **options))
 
 
 def refusal(ended: Ended) -> str:
@@ -52,12 +52,12 @@ def recorded(best: Path) -> dict:
     }
 
 
-def assert_same(found: dict, wanted: dict) -> None:
+def assert_same(actual: dict, expected: dict) -> None:
     """The same numbers: a loss but for the order of its sum."""
-    found = {key: value for key, value in found.items() if key != "eval_only"}
-    assert found.keys() == wanted.keys()
-    for key, value in wanted.items():
-        assert found[key] == (
+    actual = {key: value for key, value in actual.items() if key != "eval_only"}
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        assert actual[key] == (
             pytest.approx(value, rel=1e-6) if key in ("loss", "ece") else value
         ), key
 
@@ -80,10 +80,10 @@ def root(tmp_path_factory) -> Path:
 def train(forks: Forks, root: Path):
     """Train a run of this name in `root`, once."""
 
-    def run(name: str, words: str, recipe: str = "cls") -> Path:
+    def run(name: str, flags: str, recipe: str = "cls") -> Path:
         if not (root / "runs" / name).exists():
             common = f"--name {name} --output_dir {root}/runs"
-            ended = forks(*words.split(), *common.split(), recipe=recipe)
+            ended = forks(*flags.split(), *common.split(), recipe=recipe)
             assert ended.code == 0, ended.stderr
         return root / "runs" / name
 
@@ -105,8 +105,8 @@ def odd(train, root: Path) -> Path:
 def labels(train, root: Path) -> Path:
     """A run of images with several labels, or none."""
     save_colours(root / "labels")
-    words = "--model test_vit --lr 2e-3 --loss bce --max_steps 15 --mixup 0.2 --ema_decay 0.7"
-    return train("of_labels", f"--data {root}/labels {words}")
+    flags = "--model test_vit --lr 2e-3 --loss bce --max_steps 15 --mixup 0.2 --ema_decay 0.7"
+    return train("of_labels", f"--data {root}/labels {flags}")
 
 
 @pytest.mark.smoke
@@ -117,13 +117,13 @@ def test_an_exported_model_has_the_numbers_of_its_run_anywhere(odd, evaluate, tm
         (tmp_path / "model", tmp_path / "model"),
         (odd, odd / "best"),
     ):
-        results, said = evaluate(named)
+        results, lines = evaluate(named)
         assert_same(results, recorded(best))
         assert 0 < results["top1"] < 1, "numbers worth comparing"
         assert (
-            f"evaluating {best} of the run odd, step " in said and "where the run had" not in said
+            f"evaluating {best} of the run odd, step " in lines and "where the run had" not in lines
         )
-        assert "30 % held out of the folder, 22 images of 5 classes, those of the model" in said
+        assert "30 % held out of the folder, 22 images of 5 classes, those of the model" in lines
     of_run = read(odd / "best/run.json")
     assert (of_run["name"], of_run["recipe"], of_run["config"]["image_size"]) == ("odd", "cls", 48)
     assert of_run["step"] in (3, 6) and of_run["commit"] == read(odd / "environment.json")["commit"]
@@ -131,10 +131,10 @@ def test_an_exported_model_has_the_numbers_of_its_run_anywhere(odd, evaluate, tm
     details = read(best / "results.json")["classes"]
     assert {name: row["recall"] for name, row in details.items()} == recorded(best)["per_class"]
     assert sum(row["images"] for row in details.values()) == 22
-    results, said = evaluate(odd / "checkpoints/step_00000003")
-    row = rows_of(odd / "metrics.jsonl")[0]
+    results, lines = evaluate(odd / "checkpoints/step_00000003")
+    row = read_rows(odd / "metrics.jsonl")[0]
     assert results["loss"] == pytest.approx(row["eval/ema_loss"], rel=1e-6) != row["eval/loss"]
-    assert "of the run odd, step 3" in said
+    assert "of the run odd, step 3" in lines
 
 
 # What is evaluated: images.
@@ -146,19 +146,19 @@ def commands(odd, labels, root) -> dict[str, list]:
     for name in ("stuff_1", "stuff_3"):
         (root / "tiny" / name).mkdir(parents=True)
         shutil.copy(root / "flat" / name / "0.png", root / "tiny" / name)
-    words = [
+    args = [
         [odd / "best", "--max_micro_batch_size", 7],
         [odd / "checkpoints/step_00000003"],
         [odd / "best", "--data", root / "tiny"],
         [labels / "best"],
     ]
-    return dict(zip(WEIGHTS, words, strict=True))
+    return dict(zip(WEIGHTS, args, strict=True))
 
 
 @pytest.fixture(scope="module")
 def on_two(run_several, commands) -> dict[str, Outcome]:
     """The evaluations of `commands` on two processes."""
-    return run_several(2, {name: ["--eval_only", *words] for name, words in commands.items()})
+    return run_several(2, {name: ["--eval_only", *args] for name, args in commands.items()})
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -171,7 +171,7 @@ def test_two_processes_count_every_image_once(name, on_two, commands, evaluate) 
 
 def test_averaged_weights_are_evaluated_and_choose_the_best(odd, train, root) -> None:
     parts = train("parts", PARTS.format(root=root))
-    row, without = (rows_of(run / "metrics.jsonl")[-1] for run in (odd, parts))
+    row, without = (read_rows(run / "metrics.jsonl")[-1] for run in (odd, parts))
     assert {f"eval/{key}" for key in ("ema_loss", "ema_top1", "loss", "top1")} <= row.keys()
     assert row["eval/loss"] != row["eval/ema_loss"] and not any("ema" in key for key in without)
     leading = [read(run / "summary.json")["leading"] for run in (odd, parts)]
@@ -195,7 +195,7 @@ def test_what_a_flag_or_a_preset_overrides_is_said_and_used(odd, forks, tmp_path
     plain, _ = evaluate(odd / "best")
     preset = tmp_path / "preset.yaml"
     preset.write_text("crop_pct: 1.0\nimage_size: 32\n")
-    words = [
+    args = [
         "--config",
         preset,
         "--eval_only",
@@ -205,8 +205,8 @@ def test_what_a_flag_or_a_preset_overrides_is_said_and_used(odd, forks, tmp_path
         "--max_micro_batch_size",
         7,
     ]
-    results, said = printed(forks(*words))
-    assert "; --image_size 64, where the run had 48; --crop_pct 1.0, where the run had 0.7" in said
+    results, lines = printed(forks(*args))
+    assert "; --image_size 64, where the run had 48; --crop_pct 1.0, where the run had 0.7" in lines
     assert results["loss"] != plain["loss"]
     word = refusal(forks("--eval_only", odd / "best", "--model", "test_resnet"))
     assert word == (
@@ -218,20 +218,20 @@ def test_a_split_is_evaluated_by_its_name_and_a_new_folder_whole(
     odd, train, root, evaluate
 ) -> None:
     run = train("parts", PARTS.format(root=root))
-    for words, part in (
+    for flags, part in (
         ([], "val/, 60"),
         (["--split", "test"], "test/, 60"),
         (["--split", "train"], "train/, 60"),
     ):
-        results, said = evaluate(run / "best", *words)
-        assert f"{root}/parts: {part} images of 5 classes, those of the model" in said
+        results, lines = evaluate(run / "best", *flags)
+        assert f"{root}/parts: {part} images of 5 classes, those of the model" in lines
         assert results["count"] == 60 and list(results["per_class"]) == STUFFS
-    results, said = evaluate(odd / "best", "--data", root / "parts/test")
+    results, lines = evaluate(odd / "best", "--data", root / "parts/test")
     assert (
         results["count"] == 60
-        and f"--data {root}/parts/test, where the run had {root}/flat" in said
+        and f"--data {root}/parts/test, where the run had {root}/flat" in lines
     )
-    assert "the folder, 60 images" in said and "val_share" not in said
+    assert "the folder, 60 images" in lines and "val_share" not in lines
 
 
 def test_classes_are_matched_by_name_in_any_order_and_number(odd, root, evaluate) -> None:
@@ -244,8 +244,8 @@ def test_classes_are_matched_by_name_in_any_order_and_number(odd, root, evaluate
         for number, name in enumerate(STUFFS)
     ]
     (best / "config.json").write_text(json.dumps(content))
-    results, said = evaluate(best, "--data", root / "renamed")
-    assert "5 classes, those of the model, which has them in another order" in said
+    results, lines = evaluate(best, "--data", root / "renamed")
+    assert "5 classes, those of the model, which has them in another order" in lines
     assert list(results["per_class"].values()) == list(everything["per_class"].values())[::-1]
     assert list(results["per_class"]) == sorted(content["label_names"])
     assert [results[key] for key in ("top1", "top5", "count")] == [
@@ -254,11 +254,12 @@ def test_classes_are_matched_by_name_in_any_order_and_number(odd, root, evaluate
     assert results["loss"] == pytest.approx(everything["loss"], rel=1e-6)
 
     accuracies = everything["per_class"]
-    best, worst = max(accuracies, key=accuracies.get), min(accuracies, key=accuracies.get)
+    best = max(accuracies, key=accuracies.get)
+    worst = min(accuracies, key=accuracies.get)
     for name in (best, worst):
         shutil.copytree(root / "flat" / name, root / "two" / name)
-    results, said = evaluate(odd / "best", "--data", root / "two")
-    assert "2 classes, of the 5 that the model knows" in said
+    results, lines = evaluate(odd / "best", "--data", root / "two")
+    assert "2 classes, of the 5 that the model knows" in lines
     assert results["per_class"] == {name: accuracies[name] for name in sorted((best, worst))}
     assert results["top1"] < 1, "what is taken for a class that the data do not have is wrong"
 
@@ -266,7 +267,8 @@ def test_classes_are_matched_by_name_in_any_order_and_number(odd, root, evaluate
 def test_a_model_without_class_names_has_the_order_of_the_data(
     odd, root, forks, tmp_path, evaluate
 ) -> None:
-    model, folder = timm.create_model("test_resnet", num_classes=5), tmp_path / "timm"
+    model = timm.create_model("test_resnet", num_classes=5)
+    folder = tmp_path / "timm"
     timm_models.export_classifier(
         model, STUFFS, timm_models.resolve_data_config(model, 64, 0.9), False, {}, folder
     )
@@ -276,12 +278,12 @@ def test_a_model_without_class_names_has_the_order_of_the_data(
     assert refusal(forks("--eval_only", folder)).endswith(
         "does not say which data it was trained on; add --data"
     )
-    results, said = evaluate(folder, "--data", root / "flat")
+    results, lines = evaluate(folder, "--data", root / "flat")
     assert (
         "72 images of 5 classes, taken to be the model's, which have no names, in this order"
-        in said
+        in lines
     )
-    assert results["count"] == 72 and f"{folder}, which names no run\n" in said
+    assert results["count"] == 72 and f"{folder}, which names no run\n" in lines
     word = refusal(forks("--eval_only", folder, "--data", root / "some"))
     assert f"{folder} has 5 classes without names, --data {root}/some has 2" in word
 
@@ -310,26 +312,27 @@ DET = (
 def test_a_detector_has_the_numbers_of_its_run(
     train, scenes, root, forks, run_several, evaluate
 ) -> None:
-    words = (
+    args = (
         "--opt muon --lr 5e-3 --max_steps 30 --eval_every 30 --ema_decay 0.5 "
         "--max_micro_batch_size 3"
     )
-    run = train("detector", f"--data {scenes} {DET} {words}", recipe="det")
-    wanted = recorded(run / "best")
-    assert wanted["AP"] > 0, "numbers worth comparing"
+    run = train("detector", f"--data {scenes} {DET} {args}", recipe="det")
+    expected = recorded(run / "best")
+    assert expected["AP"] > 0, "numbers worth comparing"
     for weights in (run / "best", run / "checkpoints/step_00000030"):
-        results, said = evaluate(weights, recipe="det")
-        assert_same(results, wanted)
+        results, lines = evaluate(weights, recipe="det")
+        assert_same(results, expected)
         assert (
             f"evaluating {weights} of the run detector, step 30\n{scenes}: val.json, 7 images of 10 classes"
-            in said
+            in lines
         )
-        other, said = evaluate(weights, "--eval_short_side", 64, recipe="det")
+        resized, lines = evaluate(weights, "--eval_short_side", 64, recipe="det")
         assert (
-            "; --eval_short_side 64, where the run had 128" in said and other["AP"] != wanted["AP"]
+            "; --eval_short_side 64, where the run had 128" in lines
+            and resized["AP"] != expected["AP"]
         )
     two = run_several(2, {"two": ["recipes/det.py", "--eval_only", run / "best"]})["two"]
-    assert_same(printed(two)[0], wanted)
+    assert_same(printed(two)[0], expected)
     common = f"--max_steps 1 --dry_run --output_dir {root}/nothing".split()
     ended = forks("--data", scenes, *DET.split(), "--init", run / "best", *common, recipe="det")
     assert ended.code == 0, ended.stderr

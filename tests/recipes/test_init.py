@@ -15,19 +15,22 @@ from torchvision.transforms.v2 import functional as F
 
 from tests.detection.weights.test_torchvision_weights import random_model
 from tests.harness.annotations import annotation, coco
-from tests.harness.detections import of_pycocotools
+from tests.harness.detections import evaluate_with_pycocotools
 from tests.harness.outcomes import read
 
 SIDE = 96  # of the images, which are evaluated at scale 1
 
 
 def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path) -> None:
-    theirs, file, data = random_model("fcos_resnet50_fpn"), tmp_path / "x.pth", tmp_path / "data"
+    reference = random_model("fcos_resnet50_fpn")
+    file = tmp_path / "x.pth"
+    data = tmp_path / "data"
     with torch.no_grad():
         # Person and cup are what it finds.
-        theirs.head.classification_head.cls_logits.bias[[1, 47]] += 3
-    torch.save(theirs.state_dict(), file)
-    photo, random = load_sample_images().images[0], np.random.default_rng(0)
+        reference.head.classification_head.cls_logits.bias[[1, 47]] += 3
+    torch.save(reference.state_dict(), file)
+    photo = load_sample_images().images[0]
+    random = np.random.default_rng(0)
     for part, numbers in (("train", [1]), ("val", range(9, 13))):
         boxes = [
             annotation(
@@ -44,7 +47,7 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path)
         coco(
             data,
             part,
-            [*numbers],
+            list(numbers),
             boxes,
             [{"id": 1, "name": "Person"}, {"id": 2, "name": "mug"}],
             **size,
@@ -53,19 +56,20 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path)
             top, left = random.integers(0, 300, 2)
             crop = Image.fromarray(photo[top : top + SIDE, left : left + SIDE + 16])
             crop.save(data / part / f"{n}.jpg", quality=100)
-    words = (
+    args = (
         f"--eval_only {file} --data {data} --init_classes mug=cup --short_sides {SIDE} "
         "--long_side 1000"
     )
     content = read(data / "val.json")
-    theirs.transform.min_size, theirs.transform.max_size = (SIDE,), 1000
+    reference.transform.min_size = (SIDE,)
+    reference.transform.max_size = 1000
     rows = []
     for number in (image["id"] for image in content["images"]):
         image = F.to_image(Image.open(data / "val" / f"{number}.jpg").convert("RGB"))
         with torch.no_grad():
-            found = theirs([image / 255])[0]
+            detections = reference([image / 255])[0]
         for box, label, score in zip(
-            *(found[key].tolist() for key in ("boxes", "labels", "scores")), strict=True
+            *(detections[key].tolist() for key in ("boxes", "labels", "scores")), strict=True
         ):
             if label in (1, 47):  # COCO's person and cup
                 sides = [box[0], box[1], box[2] - box[0], box[3] - box[1]]
@@ -77,23 +81,25 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path)
                         "score": score,
                     }
                 )
-    for one in content["annotations"]:  # objects where it finds some, a little narrower
+    for target in content["annotations"]:  # objects where it finds some, a little narrower
         best = [
             row
             for row in rows
-            if (row["image_id"], row["category_id"]) == (one["image_id"], one["category_id"])
+            if (row["image_id"], row["category_id"]) == (target["image_id"], target["category_id"])
         ]
         if best:
             left, top, width, height = best[0]["bbox"]
-            one["bbox"] = [left + 0.07 * width, top, 0.93 * width, height]
+            target["bbox"] = [left + 0.07 * width, top, 0.93 * width, height]
     (data / "val.json").write_text(json.dumps(content))
-    ended = forks(*words.split(), recipe="det")
+    ended = forks(*args.split(), recipe="det")
     assert ended.code == 0, ended.stderr
     results = json.loads(ended.stdout.splitlines()[-1])
-    evaluation = of_pycocotools(content, rows)
+    evaluation = evaluate_with_pycocotools(content, rows)
     assert rows and evaluation.stats[8] > 0  # some recall
-    for place, name in enumerate(
+    for index, name in enumerate(
         ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100")
     ):
-        wanted = evaluation.stats[place]
-        assert results[name] == (None if wanted == -1 else pytest.approx(wanted, abs=1e-4)), name
+        expected = evaluation.stats[index]
+        assert results[name] == (None if expected == -1 else pytest.approx(expected, abs=1e-4)), (
+            name
+        )

@@ -21,16 +21,17 @@ from tests.harness.drawings import draw_stripes, save_colours
 from tests.harness.outcomes import (
     Outcome,
     assert_same_training,
-    distance,
+    build_initial_state,
     identical,
-    parameters,
-    start_of,
-    statistics,
+    relative_distance,
+    select_parameters,
+    select_statistics,
 )
 from tests.recipes.copied import CHANGES, copy
 
 # Steps of a run, with a checkpoint after each third; classes of a head that is cut.
-STEPS, CLASSES = 9, 40
+STEPS = 9
+CLASSES = 40
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -219,7 +220,7 @@ def world_of(run: str) -> str:
 
 
 def more(
-    world: str, recipes: dict[str, Path], run: Path, stripes: Path, words: list
+    world: str, recipes: dict[str, Path], run: Path, stripes: Path, args: list
 ) -> dict[str, list]:
     """Command lines of runs that are looked at otherwise; `run` has a head that was cut."""
     if world == "2":
@@ -232,7 +233,7 @@ def more(
         )
         whole = [
             recipes["cls"],
-            *words,
+            *args,
             "--data",
             stripes,
             "--global_batch_size",
@@ -240,16 +241,16 @@ def more(
             "--max_steps",
             3,
         ]
-        return {name: [*whole, *own.split()] for name, own in flags.items()}
+        return {name: [*whole, *flags_of_case.split()] for name, flags_of_case in flags.items()}
     if world != "1":
         return {}
     best = [recipes["sampled"], "--eval_only", run / "best"]
     return {
         "best/": best,
         "checkpoint": [recipes["sampled"], "--eval_only", run / f"checkpoints/step_{STEPS:08d}"],
-        "other classes": [*best, "--data", stripes],
-        "of the original": [recipes["cls"], *best[1:]],
-        "mixed": [recipes["cosface"], *words, "--data", stripes, "--mixup", 0.2],
+        "other classes": best + ["--data", stripes],
+        "of the original": [recipes["cls"]] + best[1:],
+        "mixed": [recipes["cosface"], *args, "--data", stripes, "--mixup", 0.2],
     }
 
 
@@ -258,17 +259,19 @@ def runs(
     run_several, stripes, scenes, regions, rf_detr, rf_detr_seg, tmp_path_factory, request
 ) -> dict[str, Outcome]:
     """By its name every run that the selected tests look at."""
-    folder, found, wanted = tmp_path_factory.mktemp("layouts"), {}, {"sampled: 2x3"}
-    asked = {
+    folder = tmp_path_factory.mktemp("layouts")
+    outcomes = {}
+    layouts = {"sampled: 2x3"}
+    cases_to_run = {
         item.callspec.params.get("name")
         for item in request.session.items
         if hasattr(item, "callspec")
     }
-    for run in LONG.keys() & asked:
+    for run in LONG.keys() & cases_to_run:
         name, _, layout = run.partition(": ")
-        wanted |= {run, f"{name}: 1x{CASES[name].batch}"}
+        layouts |= {run, f"{name}: 1x{CASES[name].batch}"}
         while layout := layout.partition(" from ")[2]:
-            wanted.add(f"{name}: {layout}")
+            layouts.add(f"{name}: {layout}")
     draw_stripes(folder / "identities/train", (4,) * CLASSES)
     draw_stripes(folder / "identities/val", (2,) * CLASSES, seed=1)
     recipes = {
@@ -286,41 +289,44 @@ def runs(
             f"{folder}/runs"
         ).split()
         commands = more(world, recipes, folder / "runs/sampled: 2x3", stripes, common)
-        for run in sorted(wanted):
+        for run in sorted(layouts):
             if world_of(run) == world:
-                most, origin = re.search("x([0-9]+)", run)[1], run.partition(" from ")[2]
+                num_ranks = re.search("x([0-9]+)", run)[1]
+                origin = run.partition(" from ")[2]
                 name = run.partition(": ")[0]
                 case = CASES[name]
-                sizes = f"--global_batch_size {case.batch} --max_micro_batch_size {most}"
+                sizes = f"--global_batch_size {case.batch} --max_micro_batch_size {num_ranks}"
                 lengths = (
                     f"--max_steps {case.steps} --eval_every {case.steps} --checkpoint_every "
                     f"{case.steps // 3}"
                 )
-                words = f"{case.flags} {sizes} {lengths} --dtype float64"
-                words = words.replace("RF_DETR_SEG", str(rf_detr_seg))
-                words = words.replace("RF_DETR", str(rf_detr))
-                commands[run] = [recipes[case.recipe], *words.split(), *common]
+                flags = f"{case.flags} {sizes} {lengths} --dtype float64"
+                flags = flags.replace("RF_DETR_SEG", str(rf_detr_seg))
+                flags = flags.replace("RF_DETR", str(rf_detr))
+                commands[run] = [recipes[case.recipe]] + flags.split() + common
                 commands[run] += [
                     "--data",
                     data.get(name, data.get(case.recipe, folder / "identities")),
                 ]
                 if origin:  # the first checkpoint that it made
-                    checkpoints = found[f"{name}: {origin}"].folder / "checkpoints"
+                    checkpoints = outcomes[f"{name}: {origin}"].folder / "checkpoints"
                     commands[run] += ["--resume", min(checkpoints.glob("step_*"))]
         if commands:
-            found |= run_several(int(processes), commands, env=ENVIRONMENTS[kind], timeout=900)
+            outcomes |= run_several(int(processes), commands, env=ENVIRONMENTS[kind], timeout=900)
     half = (
         f"--data {stripes} --model test_vit --lr 2e-3 {VARIED} --global_batch_size 22 --max_steps "
         "3 --log_every 1"
     ).split()
     for name, env in {"bf16 FSDP": FSDP, "bf16 DDP": {}}.items():
         environment = env | {"ACCELERATE_MIXED_PRECISION": "bf16"}
-        found |= run_several(2, {name: [recipes["cls"], *half]}, env=environment)
+        outcomes |= run_several(2, {name: [recipes["cls"]] + half}, env=environment)
     refused = {"of the original", "mixed"}
     assert not {
-        name: run.text for name, run in found.items() if (run.outcome == "ok") == (name in refused)
+        name: run.text
+        for name, run in outcomes.items()
+        if (run.outcome == "ok") == (name in refused)
     }
-    return found
+    return outcomes
 
 
 @pytest.mark.parametrize(
@@ -328,37 +334,45 @@ def runs(
 )
 def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> None:
     case = name.partition(":")[0]
-    whole, cut = runs[f"{case}: 1x{CASES[case].batch}"], runs[name]
-    losses, start = whole.column("train/loss"), start_of(whole)
+    whole = runs[f"{case}: 1x{CASES[case].batch}"]
+    cut = runs[name]
+    losses = whole.column("train/loss")
+    start = build_initial_state(whole)
     steps = CASES[case].steps
     assert len(losses) == steps
     # With few boxes, or a tenth of the classes as negatives, losses are too noisy in a few steps.
     assert CASES[case].recipe in ("sampled", "det") or losses[-3:].mean() < losses[:3].mean(), (
         "the compared run learns"
     )
-    assert cut.column("step").tolist() == [*range(1 + steps // 3 * name.count(" from "), steps + 1)]
+    assert cut.column("step").tolist() == list(
+        range(1 + steps // 3 * name.count(" from "), steps + 1)
+    )
     assert_same_training(whole, cut, start)
     keys = ["epoch", "samples", "train/lr", "eval/count", "eval/top1", "eval/ema_top1"]
     if CASES[case].recipe == "seg":
         keys += [f"eval/{prefix}{key}" for prefix in ("", "ema_") for key in EXACT]
         assert set(keys[-len(EXACT) :]) <= whole.rows[-1].keys()
     for key in keys:
-        mine = cut.column(key).tolist()
-        assert mine == whole.column(key).tolist()[-len(mine) :], key
+        actual = cut.column(key).tolist()
+        assert actual == whole.column(key).tolist()[-len(actual) :], key
     world = world_of(name)
     assert ("parameters: DTensor\n" in cut.stdout) == (
         " " in world
     ) and "parameters: Tensor\n" in whole.stdout
     if " " in world:  # in best/ everything is put together
-        mine, theirs = (load_file(run.folder / "best/model.safetensors") for run in (cut, whole))
-        assert mine.keys() == theirs.keys()
-        # Under names of the export's own, which `start_of` may not have.
-        for tensor, other in theirs.items():
-            torch.testing.assert_close(mine[tensor], other, rtol=1e-8, atol=1e-8, msg=tensor)
+        actual, expected = (
+            load_file(run.folder / "best/model.safetensors") for run in (cut, whole)
+        )
+        assert actual.keys() == expected.keys()
+        # Under names of the export's own, which `build_initial_state` may not have.
+        for tensor, actual_tensor in expected.items():
+            torch.testing.assert_close(
+                actual[tensor], actual_tensor, rtol=1e-8, atol=1e-8, msg=tensor
+            )
     if CASES[case].recipe == "det":
         assert whole.rows[-1]["eval/count"] == 7, "every image once"
         parts = [key for key in whole.rows[0] if key.startswith("train/loss_")]
-        assert {"train/loss_class", "train/loss_box"} <= {*parts}
+        assert {"train/loss_class", "train/loss_box"} <= set(parts)
         np.testing.assert_allclose(sum(map(whole.column, parts)), losses, rtol=1e-12)
     if case in KINDS:
         processes = int(world[0])
@@ -373,22 +387,24 @@ def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> No
 def test_plain_batch_norm_is_another_run_and_node_is_global(runs: dict[str, Outcome]) -> None:
     """The exact modes would not agree by themselves; on one machine `node` has the bits of `global`."""
     local, node, whole = (runs[norm].tensors() for norm in NORMS)
-    start = start_of(runs["global"])
-    assert distance(parameters(whole), parameters(local), start) > 1e-3
-    assert distance(statistics(whole), statistics(local), start) > 1e-3
+    start = build_initial_state(runs["global"])
+    assert relative_distance(select_parameters(whole), select_parameters(local), start) > 1e-3
+    assert relative_distance(select_statistics(whole), select_statistics(local), start) > 1e-3
     assert identical(node, whole)
 
 
 def test_a_repeated_run_has_the_same_bits(runs: dict[str, Outcome]) -> None:
     """In float32, on the same layout, with dropout: losses, weights and averages."""
-    first, second = runs["first"], runs["second"]
+    first = runs["first"]
+    second = runs["second"]
     assert np.array_equal(first.column("train/loss"), second.column("train/loss"))
     assert all(identical(first.tensors(file), second.tensors(file)) for file in ("model", "ema"))
 
 
 def test_under_bf16_steps_of_shards_are_those_of_ddp_bit_for_bit(runs) -> None:
     """Weights and gradients stay in single precision; Accelerate's own policy for FSDP would cast them."""
-    sharded, plain = runs["bf16 FSDP"], runs["bf16 DDP"]
+    sharded = runs["bf16 FSDP"]
+    plain = runs["bf16 DDP"]
     assert "parameters: DTensor\n" in sharded.stdout and "bf16" in sharded.stdout
     assert sharded.column("train/loss").tolist() == plain.column("train/loss").tolist()
     assert all(
@@ -413,8 +429,8 @@ def test_of_a_head_that_is_cut_only_the_embedding_leaves_the_run(runs) -> None:
         results = json.loads(runs[name].stdout.splitlines()[-1])
         for key in ("recall_at_1", "verification_accuracy"):
             assert results[key] == pytest.approx(last[f"eval/ema_{key}"], abs=1e-12), (name, key)
-    other = json.loads(runs["other classes"].stdout.splitlines()[-1])
-    assert other["count"] == 23 and 0 < other["recall_at_1"] <= 1
+    refused = json.loads(runs["other classes"].stdout.splitlines()[-1])
+    assert refused["count"] == 23 and 0 < refused["recall_at_1"] <= 1
     assert "128 classes without names" in runs["of the original"].text, (
         "no logits, which would be wrong numbers"
     )

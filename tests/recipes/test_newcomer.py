@@ -30,15 +30,19 @@ def test_a_folder_is_trained_on_as_photographs_on_any_layout(run_several, tmp_pa
         "--log_every",
         1,
     ]
-    one, two = (run_several(count, {"run": command}, as_typed=True)["run"] for count in (1, 2))
-    for run in (one, two):
-        for said in (*TABLE, r"^  input +3 x 224 x 224$"):
-            assert re.search(said, run.stdout, re.MULTILINE), run
+    one_rank, two_ranks = (
+        run_several(count, {"run": command}, as_typed=True)["run"] for count in (1, 2)
+    )
+    for run in (one_rank, two_ranks):
+        for pattern in (*TABLE, r"^  input +3 x 224 x 224$"):
+            assert re.search(pattern, run.stdout, re.MULTILINE), run
         config = yaml.safe_load((run.folder / "config.yaml").read_text())
         assert (config["image_size"], config["hflip"], config["model"]) == (0, 0.5, "convnext_atto")
         assert run.read("best/config.json")["pretrained_cfg"]["input_size"] == [3, 224, 224]
-    assert len(one.column("train/loss")) == 2
-    np.testing.assert_allclose(two.column("train/loss"), one.column("train/loss"), rtol=1e-3)
+    assert len(one_rank.column("train/loss")) == 2
+    np.testing.assert_allclose(
+        two_ranks.column("train/loss"), one_rank.column("train/loss"), rtol=1e-3
+    )
 
 
 def test_photographs_with_boxes_are_trained_on_as_photographs(run_several, tmp_path) -> None:
@@ -52,9 +56,7 @@ def test_photographs_with_boxes_are_trained_on_as_photographs(run_several, tmp_p
         2,
     ]
     run = run_several(1, {"one": command}, recipe="recipes/det.py", as_typed=True)["one"]
-    assert all(re.search(said, run.stdout, re.MULTILINE) for said in TABLE), run
-    exported, config = (
-        run.read("best/config.json"),
-        yaml.safe_load((run.folder / "config.yaml").read_text()),
-    )
+    assert all(re.search(pattern, run.stdout, re.MULTILINE) for pattern in TABLE), run
+    exported = run.read("best/config.json")
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
     assert (exported["short_side"], exported["long_side"], config["levels"]) == (480, 800, "3-7")

@@ -94,7 +94,7 @@ OWN = ("train/confidence", "train/squared", "train/weight", "train/half")
 def outcomes(run_several, tmp_path_factory) -> dict[str, Outcome]:
     """The copy on one process and on two with unequal shares, and copies with mistakes."""
     folder = tmp_path_factory.mktemp("copy")
-    mine = copy(folder / "mine.py", NUMBERS)
+    script = copy(folder / "mine.py", NUMBERS)
     cases = {
         name: [copy(folder / f"{name}.py", diff), "--dry_run"] for name, diff in MISTAKES.items()
     }
@@ -106,46 +106,52 @@ def outcomes(run_several, tmp_path_factory) -> dict[str, Outcome]:
     )
     two = {"two": f"{FLAGS} --max_micro_batch_size 9 --output_dir {folder}/2".split()}
     two["of one rank"] = [
-        copy(folder / "of_one_rank.py", OF_ONE_RANK),
-        *"--max_steps 2 --model test_vit".split(),
-    ]
-    return run_several(1, cases, recipe=mine, pictures=True) | run_several(
-        2, two, recipe=mine, pictures=True
+        copy(folder / "of_one_rank.py", OF_ONE_RANK)
+    ] + "--max_steps 2 --model test_vit".split()
+    return run_several(1, cases, recipe=script, pictures=True) | run_several(
+        2, two, recipe=script, pictures=True
     )
 
 
 def test_custom_numbers_and_pictures_are_the_same_on_any_layout(outcomes) -> None:
-    one, two = outcomes["one"], outcomes["two"]
-    assert (one.outcome, two.outcome) == ("ok", "ok"), one.text + two.text
-    assert [row["step"] for row in one.rows] == [row["step"] for row in two.rows] == [2, 3, 4, 6]
-    assert_same_training(one, two)
+    one_rank = outcomes["one"]
+    two_ranks = outcomes["two"]
+    assert (one_rank.outcome, two_ranks.outcome) == ("ok", "ok"), one_rank.text + two_ranks.text
+    assert (
+        [row["step"] for row in one_rank.rows]
+        == [row["step"] for row in two_ranks.rows]
+        == [2, 3, 4, 6]
+    )
+    assert_same_training(one_rank, two_ranks)
     for name in (*OWN, "train/weight_norm", "train/update_ratio"):
-        assert len(one.column(name)) == 4 and (name == "train/half" or np.ptp(one.column(name)) > 0)
+        assert len(one_rank.column(name)) == 4 and (
+            name == "train/half" or np.ptp(one_rank.column(name)) > 0
+        )
     # Squares of the losses whose mean stands beside them.
-    assert (one.column("train/squared") > one.column("train/loss") ** 2).all()
+    assert (one_rank.column("train/squared") > one_rank.column("train/loss") ** 2).all()
     for picture in ("confusion", "mistakes", "first_batch"):
-        files = [run.folder / f"pictures/{picture}.png" for run in (one, two)]
+        files = [run.folder / f"pictures/{picture}.png" for run in (one_rank, two_ranks)]
         assert files[0].read_bytes() == files[1].read_bytes(), picture
 
 
 def test_the_tracker_has_pictures_and_what_the_start_table_says(outcomes) -> None:
-    one = outcomes["one"]
+    outcome = outcomes["one"]
     events = EventAccumulator(
-        str(one.folder / "tensorboard"), size_guidance={"tensors": 0}
+        str(outcome.folder / "tensorboard"), size_guidance={"tensors": 0}
     ).Reload()
     assert [event.step for event in events.Images("confusion")] == [3, 6]
     (config,) = (
         event.tensor_proto.string_val[0].decode() for event in events.Tensors("config/text_summary")
     )
-    told = dict(line.strip().partition(": ")[::2] for line in config.splitlines())
-    wanted = {
+    logged_config = dict(line.strip().partition(": ")[::2] for line in config.splitlines())
+    expected = {
         "model": "test_vit",
         "run/train_images": "1438",
         "run/micro_steps": "3",
         "run/precision": "fp64",
     }
-    assert {name: told[name] for name in wanted} == wanted
-    assert re.search(rf"fingerprint +{told['run/fingerprint']},", one.stdout)
+    assert {name: logged_config[name] for name in expected} == expected
+    assert re.search(rf"fingerprint +{logged_config['run/fingerprint']},", outcome.stdout)
 
 
 SAID = {

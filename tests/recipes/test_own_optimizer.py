@@ -19,7 +19,7 @@ OWN = """Another optimizer, whose rate is not the schedule's.
 
 def test_an_optimizer_of_ones_own_is_described_as_it_is(run_several, tmp_path) -> None:
     copy(tmp_path / "own.py", OWN)
-    words = [
+    args = [
         "--name",
         "own",
         "--output_dir",
@@ -31,7 +31,7 @@ def test_an_optimizer_of_ones_own_is_described_as_it_is(run_several, tmp_path) -
         "--lr",
         0.004,
     ]
-    (run,) = run_several(2, {"own": words}, recipe=tmp_path / "own.py").values()
+    (run,) = run_several(2, {"own": args}, recipe=tmp_path / "own.py").values()
     assert run.column("train/lr") == pytest.approx([1e-4, 2e-4, 3e-4]), (
         "the schedule's rate was not used"
     )

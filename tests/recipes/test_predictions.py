@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from pycocotools.coco import COCO
 
-from tests.harness.detections import of_pycocotools
+from tests.harness.detections import evaluate_with_pycocotools
 from tests.harness.drawings import draw_stripes
-from tests.harness.outcomes import best_files, read, rows_of
+from tests.harness.outcomes import read, read_best_files, read_rows
 from tests.harness.resumed import signal_at
 
 WORDS = (
@@ -60,7 +60,7 @@ def test_predictions_are_of_the_weights_and_numbers_beside_them(run: Path, forks
     top1, loss = top1_and_loss(run / "best/predictions.csv")
     assert top1 == best["top1"] and loss == pytest.approx(best["loss"], abs=1e-6)
     assert abs(best["loss"] - best["raw_loss"]) > 1e-4 and best["broken"] > 0
-    last = rows_of(run / "metrics.jsonl")[-1]
+    last = read_rows(run / "metrics.jsonl")[-1]
     top1, loss = top1_and_loss(run / "predictions.csv")
     assert top1 == last["eval/ema_top1"] and loss == pytest.approx(last["eval/ema_loss"], abs=1e-6)
     for name, value in best["per_class"].items():
@@ -90,25 +90,25 @@ def test_split_says_which_image_was_trained_on(run: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("step", [3, 5])
 def test_a_killed_run_leaves_the_files_of_an_undisturbed_one(step, run, forks, folder, tmp_path):
-    words = ("--data", folder, "--output_dir", tmp_path, *WORDS)
-    killed = forks(*words, observer=signal_at(step))
+    args = ("--data", folder, "--output_dir", tmp_path, *WORDS)
+    killed = forks(*args, observer=signal_at(step))
     assert killed.code == -signal.SIGKILL
     written = (tmp_path / "run/split.csv").stat()
-    assert forks(*words).code == 0
+    assert forks(*args).code == 0
     assert (tmp_path / "run/split.csv").stat().st_mtime_ns == written.st_mtime_ns, "written once"
     for name in ("split.csv", "predictions.csv"):
         assert (tmp_path / "run" / name).read_bytes() == (run / name).read_bytes(), name
-    assert best_files(tmp_path / "run") == best_files(run)
+    assert read_best_files(tmp_path / "run") == read_best_files(run)
 
 
 def test_two_processes_leave_the_same_predictions(run: Path, run_several, folder) -> None:
-    words = ["--eval_only", run / "best", "--max_micro_batch_size", 4]
-    run_several(1, {"one": words})
+    args = ["--eval_only", run / "best", "--max_micro_batch_size", 4]
+    run_several(1, {"one": args})
     file = next((run / "evaluation").glob("best-held_out*/predictions.csv"))
-    one = file.read_bytes()
+    content = file.read_bytes()
     file.unlink()
-    run_several(2, {"two": words})
-    assert file.read_bytes() == one
+    run_several(2, {"two": args})
+    assert file.read_bytes() == content
 
 
 def test_detections_are_coco_results_with_the_ids_of_the_data(forks, scenes, tmp_path) -> None:
@@ -123,7 +123,7 @@ def test_detections_are_coco_results_with_the_ids_of_the_data(forks, scenes, tmp
     detections = json.loads((run / "best/predictions.json").read_text())
     # Refuses ids that are not in the data.
     COCO(scenes / "val.json").loadRes(str(run / "best/predictions.json"))
-    expected = of_pycocotools(content, detections)
+    expected = evaluate_with_pycocotools(content, detections)
     assert expected.stats[0] > 0, "numbers worth comparing"
     for name, value in zip(("AP", "AP50"), expected.stats, strict=False):
         assert results[name] == pytest.approx(value, abs=1e-12), name

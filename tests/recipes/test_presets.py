@@ -12,7 +12,7 @@ from common.config.parsing import parse, save_config
 from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
 from tests.harness.outcomes import Outcome
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 
 ROOT = Path(__file__).parent.parent.parent
 PRESETS = [
@@ -36,7 +36,7 @@ SMALL = {
 }
 LONG = {"coco_fasterrcnn_r50_1x", "coco_retinanet_r50", "voc", "coco_rtdetrv2_r18"}
 IMAGES = {"cls": 23, "det": 7, "seg": 7}  # to evaluate on
-RECIPES = {name: load(ROOT / "recipes" / f"{name}.py") for name in SMALL}
+RECIPES = {name: load_recipe(ROOT / "recipes" / f"{name}.py") for name in SMALL}
 
 
 def opening(path: Path) -> str:
@@ -57,8 +57,8 @@ def recipe_of(path: Path) -> str:
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_is_a_configuration_for_usual_numbers_of_gpus(path, tmp_path) -> None:
     config = parse(RECIPES[recipe_of(path)].Config, ["--config", str(path), "--data", "x"])
-    given = yaml.safe_load(path.read_text()) | {"data": "x"}
-    assert {name: type(value)(getattr(config, name)) for name, value in given.items()} == given
+    values = yaml.safe_load(path.read_text()) | {"data": "x"}
+    assert {name: type(value)(getattr(config, name)) for name, value in values.items()} == values
     save_config(config, tmp_path / "config.yaml")
     assert parse(type(config), ["--config", str(tmp_path / "config.yaml")]) == config
 
@@ -88,15 +88,15 @@ def test_a_preset_opens_with_its_commands_and_kind_of_figure(path, monkeypatch) 
     )
     monkeypatch.chdir(ROOT)
     assert commands(path)
-    for words in commands(path):
-        assert words[:3] == ["accelerate", "launch", "--config_file"]
-        assert Path(words[3]).is_file()
-        assert words[4] == f"recipes/{recipe_of(path)}.py"
-        assert words[words.index("--config") + 1] == f"recipes/presets/{path.name}"
-        flags = words[5:]
+    for args in commands(path):
+        assert args[:3] == ["accelerate", "launch", "--config_file"]
+        assert Path(args[3]).is_file()
+        assert args[4] == f"recipes/{recipe_of(path)}.py"
+        assert args[args.index("--config") + 1] == f"recipes/presets/{path.name}"
+        flags = args[5:]
         if "--eval_only" in flags:  # of a run that is not there
-            place = flags.index("--eval_only")
-            del flags[place : place + 2]
+            index = flags.index("--eval_only")
+            del flags[index : index + 2]
         parse(RECIPES[recipe_of(path)].Config, flags)
 
 
@@ -108,15 +108,16 @@ def test_the_sweep_searches_flags_of_the_recipe_for_its_metric(monkeypatch) -> N
         "name": "eval/top1",
         "goal": "maximize",
     }
-    found = {
-        flag: one.get("min", one.get("values", [0])[0]) for flag, one in sweep["parameters"].items()
+    values = {
+        flag: settings.get("min", settings.get("values", [0])[0])
+        for flag, settings in sweep["parameters"].items()
     }
-    words = sweep["command"][sweep["command"].index("${program}") + 1 : -1]
+    args = sweep["command"][sweep["command"].index("${program}") + 1 : -1]
     assert Path(sweep["command"][4]).is_file() and sweep["command"][-1] == "${args}"
     config = parse(
-        RECIPES["cls"].Config, [*words, *(f"--{flag}={value}" for flag, value in found.items())]
+        RECIPES["cls"].Config, [*args, *(f"--{flag}={value}" for flag, value in values.items())]
     )
-    assert {flag: getattr(config, flag) for flag in found} == found
+    assert {flag: getattr(config, flag) for flag in values} == values
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +129,13 @@ def trained(run_several, stripes, scenes, regions, rf_detr, thorough) -> dict[st
             continue
         recipe = recipe_of(path)
         data = {"cls": stripes, "det": scenes, "seg": regions}[recipe]
-        words = f"--config {path} --data {data} --split val {SMALL[recipe]}"
+        flags = f"--config {path} --data {data} --split val {SMALL[recipe]}"
         # Fewer levels and smaller images, where its family has these.
         if "\nlong_side" in path.read_text():
-            words += " --levels 3-5 --long_side 128"
+            flags += " --levels 3-5 --long_side 128"
         if path.stem == "coco_rfdetr_nano":  # has no timm backbone
-            words += f" --model {rf_detr} --width 128"
-        cases[path.stem] = [ROOT / f"recipes/{recipe}.py", *words.split()]
+            flags += f" --model {rf_detr} --width 128"
+        cases[path.stem] = [ROOT / f"recipes/{recipe}.py"] + flags.split()
     return run_several(1, cases, timeout=600)
 
 

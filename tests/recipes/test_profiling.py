@@ -33,8 +33,8 @@ def test_every_rank_leaves_a_trace(forks, tmp_path) -> None:
         "--name",
         "a",
     ]
-    done, other = (rank.end() for rank in forks.start_ranks(2, *flags))
-    assert done.code == other.code == 0, done.stderr
+    done, second = (rank.end() for rank in forks.start_ranks(2, *flags))
+    assert done.code == second.code == 0, done.stderr
     assert "gpuGetDeviceCount" not in done.stderr and "profiler_start" not in done.stderr
     folder = tmp_path / "a" / "profile"
     assert {path.name for path in folder.iterdir()} == {
@@ -48,10 +48,10 @@ def test_every_rank_leaves_a_trace(forks, tmp_path) -> None:
             f"ProfilerStep#{n}" for n in range(3, 7)
         }
         assert "aten::convolution" in names
-    said = (
+    summary = (
         f"profile: {folder}/steps_3-6_rank*.json.gz opens in ui.perfetto.dev or chrome://tracing\n"
     )
-    assert said in done.stdout and said in (tmp_path / "a" / "log.txt").read_text()
+    assert summary in done.stdout and summary in (tmp_path / "a" / "log.txt").read_text()
 
 
 def test_steps_beyond_the_end_are_refused(run_several, tmp_path: Path) -> None:
@@ -66,8 +66,8 @@ def test_steps_beyond_the_end_are_refused(run_several, tmp_path: Path) -> None:
     }
     outcomes = run_several(1, cases)
     assert outcomes["obstructed"].outcome == "ok"
-    said = outcomes["obstructed"].stdout
-    assert re.search(r"^the profile could not be written: FileExistsError: ", said, re.MULTILINE)
+    stdout = outcomes["obstructed"].stdout
+    assert re.search(r"^the profile could not be written: FileExistsError: ", stdout, re.MULTILINE)
     assert outcomes["beyond"].outcome == "refused" and not outcomes["beyond"].folder.exists()
     assert (
         outcomes["beyond"].text

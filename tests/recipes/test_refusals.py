@@ -88,16 +88,16 @@ cls --eval_only runs/forged/checkpoints/step_00000002
 REQUESTS = dict(re.findall(r"^(\w.*)\n {4}(.*)$", TABLE, re.MULTILINE))  # command -> line
 
 
-def matches(expected: str, said: str) -> bool:
-    return bool(re.fullmatch(".*".join(map(re.escape, expected.split("..."))), said))
+def matches(expected: str, line: str) -> bool:
+    return bool(re.fullmatch(".*".join(map(re.escape, expected.split("..."))), line))
 
 
 def words_of(command: str) -> list[str]:
     """The words of a row's command, as `several` takes them."""
-    recipe, *words = shlex.split(command.replace("FIRST", FIRST).replace(";", r"\;"))
-    if not {"--config", "--eval_only"} & {*words}:
-        words = ["--config", f"recipes/presets/{'det_' * (recipe == 'det')}digits.yaml", *words]
-    return [f"recipes/{recipe}.py", *words]
+    recipe, *args = shlex.split(command.replace("FIRST", FIRST).replace(";", r"\;"))
+    if not {"--config", "--eval_only"} & set(args):
+        args = ["--config", f"recipes/presets/{'det_' * (recipe == 'det')}digits.yaml", *args]
+    return [f"recipes/{recipe}.py", *args]
 
 
 def in_folder(folder: Path) -> None:
@@ -123,8 +123,8 @@ def a_desk(forks, tmp_path_factory) -> Path:
             changed(content)
             (desk / name / f"{part}.json").write_text(json.dumps(content))
     for command in (FIRST, FIRST_DET):
-        recipe, *words = words_of(command)
-        ended = forks.start(*words, recipe=Path(recipe).stem, before=partial(in_folder, desk)).end()
+        recipe, *args = words_of(command)
+        ended = forks.start(*args, recipe=Path(recipe).stem, before=partial(in_folder, desk)).end()
         assert ended.code == 0, ended
     shutil.copytree(desk / "runs/first", desk / "runs/forged")
     shutil.copytree(desk / "runs/first", desk / "runs/bare", ignore=shutil.ignore_patterns("best"))
@@ -232,9 +232,9 @@ def launches(launch, a_desk, tmp_path_factory) -> Iterator[dict[str, Started]]:
     folder = tmp_path_factory.mktemp("launches")
     started = {}
     for command, line in LAUNCHES.items():
-        words = [a_desk / word if word == "inverted" else word for word in command.split()]
+        args = [a_desk / word if word == "inverted" else word for word in command.split()]
         env = {"CUDA_VISIBLE_DEVICES": ""}
-        started[line] = launch.start_python(*words, "--output_dir", folder / "runs", env=env)
+        started[line] = launch.start_python(*args, "--output_dir", folder / "runs", env=env)
     (folder / "cls.py").write_text(FAILS)
     started[LATE] = launch.start("multi_cpu", folder / "cls.py", "late", folder / "refused")
     yield started
@@ -249,12 +249,12 @@ def test_a_launch_that_cannot_work_is_answered_by_one_line(launches, line) -> No
     """Whatever launchers and other ranks say about it."""
     done = launches[line].finish()
     has_other_lines = "1 GPU" in line or "--lr" in line
-    said = [
+    lines = [
         text
         for text in done.stderr.splitlines()
         if not has_other_lines or text.startswith("cls.py: ")
     ]
-    assert len(said) == 1 and matches(line, said[0]), done
+    assert len(lines) == 1 and matches(line, lines[0]), done
     assert (done.returncode == 2 and done.stdout == "") or ("1 GPU" in line and done.returncode), (
         done
     )
@@ -262,15 +262,16 @@ def test_a_launch_that_cannot_work_is_answered_by_one_line(launches, line) -> No
 
 def test_a_launcher_shows_a_crash_once(launch, tmp_path) -> None:
     """Else the cause would stand between two tracebacks of the launcher."""
-    script, host = tmp_path / "cls.py", os.uname().nodename
+    script = tmp_path / "cls.py"
+    host = os.uname().nodename
     script.write_text(FAILS)
     started = [launch.start("multi_cpu", script, kind, tmp_path) for kind in ("raises", "killed")]
     raised, killed = (each.finish() for each in started)
     assert raised.returncode == killed.returncode == 1
     process = rf"{host}: process \d+ \(local rank 1\)"
-    said = rf"Traceback .*\nValueError: of the test\non rank 1 \({host}\)\n"
-    said += rf"{process} failed with exit code 1, see .*"
-    assert re.fullmatch(said, raised.stderr, re.DOTALL), raised
+    pattern = rf"Traceback .*\nValueError: of the test\non rank 1 \({host}\)\n"
+    pattern += rf"{process} failed with exit code 1, see .*"
+    assert re.fullmatch(pattern, raised.stderr, re.DOTALL), raised
     assert raised.stderr.count("Traceback") == 1 and raised.stderr.count("\n") < 12
     assert re.fullmatch(rf"{process} was killed by SIGKILL: by a person, or .*\n", killed.stderr), (
         killed
@@ -285,8 +286,8 @@ def print_to_a_full_disk() -> None:
 
 
 def test_a_run_outlives_its_terminal(forks, a_desk, tmp_path) -> None:
-    words = [*words_of(FIRST)[1:], "--data", a_desk / "pets", "--output_dir", tmp_path]
-    ended = forks(*words, before=print_to_a_full_disk)
+    args = [*words_of(FIRST)[1:], "--data", a_desk / "pets", "--output_dir", tmp_path]
+    ended = forks(*args, before=print_to_a_full_disk)
     assert ended.code == 0 and re.fullmatch(
         ".*rest of it is lost.*No space left on device\n", ended.stderr
     ), ended

@@ -27,16 +27,16 @@ def trained(forks, regions, tmp_path_factory) -> Outcome:
     data = shutil.copytree(regions, folder / "data")
     for split in ("train", "val"):
         (data / "images" / split / "1.jpg").write_bytes(b"no image")
-    words = ["--data", data, *WORDS, "--output_dir", folder / "runs", "--name", "a"]
-    ended = forks(*words, "--max_broken_share", 0.5, recipe="seg", pictures=True)
+    args = ["--data", data] + WORDS + ["--output_dir", folder / "runs", "--name", "a"]
+    ended = forks(*args, "--max_broken_share", 0.5, recipe="seg", pictures=True)
     assert ended.code == 0, ended
     return Outcome(stdout=ended.stdout, folder=folder / "runs/a")
 
 
 def evaluate(forks, run: Outcome, *flags: object) -> tuple[dict, str]:
     """The line of results of --eval_only, and the lines before it."""
-    words = ("--eval_only", run.folder, "--workers", 1, *flags)
-    ended = forks(*words, recipe="seg")
+    args = ("--eval_only", run.folder, "--workers", 1, *flags)
+    ended = forks(*args, recipe="seg")
     assert ended.code == 0, ended
     *before, line = ended.stdout.strip().splitlines()
     return json.loads(line), "\n".join(before)
@@ -110,8 +110,8 @@ def test_other_data_are_matched_by_the_names_of_their_classes(trained, forks, tm
     assert results_of_three["per_class"]["leaf"] is None
     assert results_of_three["mIoU"] == results["mIoU"]
     (data / "classes.txt").write_text("sky\nwater\n")
-    words = ("--eval_only", trained.folder, "--data", data)
-    ended = forks(*words, recipe="seg")
+    args = ("--eval_only", trained.folder, "--data", data)
+    ended = forks(*args, recipe="seg")
     assert ended.code == 2 and "does not know 1 of the 2 classes" in ended.stderr
 
 
@@ -130,8 +130,8 @@ def test_other_data_are_matched_by_the_names_of_their_classes(trained, forks, tm
 def test_impossible_settings_are_refused_in_one_line(
     flags, message, forks, regions, tmp_path
 ) -> None:
-    words = ["--data", regions, *WORDS, "--output_dir", tmp_path, *flags.split()]
-    ended = forks(*words, recipe="seg")
+    args = ["--data", regions] + WORDS + ["--output_dir", tmp_path] + flags.split()
+    ended = forks(*args, recipe="seg")
     assert ended.code == 2 and ended.stderr.startswith(f"seg.py: {message}"), ended
     assert len(ended.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())

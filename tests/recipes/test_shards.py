@@ -38,24 +38,33 @@ def data(scenes, tmp_path_factory) -> Path:
     (root / "boxes").mkdir()
     for part, counts in (("train", (1, 7, 17)), ("val", (7,))):
         content = read(scenes / f"{part}.json")
-        names, rows = {one["id"]: int(one["name"]) for one in content["categories"]}, []
+        names = {annotation["id"]: int(annotation["name"]) for annotation in content["categories"]}
+        rows = []
         for image in content["images"]:
-            its = [one for one in content["annotations"] if one["image_id"] == image["id"]]
-            objects = [{"bbox": one["bbox"], "category": names[one["category_id"]]} for one in its]
+            its = [
+                annotation
+                for annotation in content["annotations"]
+                if annotation["image_id"] == image["id"]
+            ]
+            objects = [
+                {"bbox": annotation["bbox"], "category": names[annotation["category_id"]]}
+                for annotation in its
+            ]
             file = (scenes / image["file_name"]).read_bytes()
             rows.append({"image": file, "objects": objects, "image_id": image["id"]})
         schema = pa.Table.from_pylist(rows).schema
         for number, count in enumerate(counts):
-            shard, rows = rows[:count], rows[count:]
+            shard = rows[:count]
+            rows = rows[count:]
             with tarfile.open(root / f"boxes/{part}-{number:03}.tar", "w") as tar:
-                for place, row in enumerate(shard):
-                    add(tar, f"{place:03}.png", row["image"])
+                for index, row in enumerate(shard):
+                    add(tar, f"{index:03}.png", row["image"])
                     described = {
                         "objects": row["objects"],
                         "image_id": row["image_id"],
                         "caption": "no matter",
                     }
-                    add(tar, f"{place:03}.json", json.dumps(described).encode())
+                    add(tar, f"{index:03}.json", json.dumps(described).encode())
             table = pa.Table.from_pylist(shard, schema)
             pq.write_table(table, root / f"boxes/{part}-{number:03}.parquet", row_group_size=4)
     for part, counts, of_shards in (
@@ -79,7 +88,8 @@ def server(data):
 
 def from_server(server, kind: str) -> str:
     """The shards of both parts as `--data` names them."""
-    base, suffix = f"{server.url}/{kind}", "tar" if kind == "tars" else "parquet"
+    base = f"{server.url}/{kind}"
+    suffix = "tar" if kind == "tars" else "parquet"
     val = "000" if kind == "boxes" else "{000..001}"
     return f"{base}/train-{{000..002}}.{suffix}?$SHARDS_KEY,{base}/val-{val}.{suffix}?$SHARDS_KEY"
 
@@ -89,7 +99,7 @@ def runs(run_several, scenes, data, server, tmp_path_factory):
     """Runs on one process and, from a server with faults, on three, which also end what one has begun."""
     blocks = ["--data", from_server(server, "parquet"), "--shard_memory", 1]
     begun = ["--name", "begun", "--output_dir", tmp_path_factory.mktemp("begun")]
-    one = {
+    single_rank_cases = {
         "files": ["--data", data / "files"],
         "tars": ["--data", data / "tars"],
         "parquet": ["--data", data / "parquet", "--workers", 2],
@@ -101,35 +111,41 @@ def runs(run_several, scenes, data, server, tmp_path_factory):
             "--cache",
             32,
         ],
-        "blocks": [*blocks, "--workers", 0],
-        "first half": [*blocks, *begun, "--max_steps", 5],
+        "blocks": blocks + ["--workers", 0],
+        "first half": blocks + begun + ["--max_steps", 5],
     }
     three = {
         "tars": ["--data", data / "tars", "--workers", 2],
-        "blocks": [*blocks, "--workers", 3],
-        "second half": [*blocks, *begun],
+        "blocks": blocks + ["--workers", 3],
+        "second half": blocks + begun,
         "evaluated": ["--data", data / "tars", "--eval_only", "BEST", "--split", "val"],
         "tried": ["--data", from_server(server, "tars"), "--dry_run"],
     }
-    cases = {name: [*WORDS, *words] for name, words in one.items()}
+    cases = {name: WORDS + args for name, args in single_rank_cases.items()}
     boxes = {
         "folder": [scenes],
-        "tars": [data / "boxes/*.tar", *XYWH],
-        "parquet": [from_server(server, "boxes"), *XYWH],
+        "tars": [data / "boxes/*.tar"] + XYWH,
+        "parquet": [from_server(server, "boxes")] + XYWH,
     }
     cases |= {
-        f"boxes of {kind}": ["recipes/det.py", *BOXES, "--data", *words]
-        for kind, words in boxes.items()
+        f"boxes of {kind}": ["recipes/det.py", *BOXES, "--data", *args]
+        for kind, args in boxes.items()
     }
-    found = {1: run_several(1, cases, env=KEY)}
-    server.faults |= {path: [*FAULTS] for path in server.files if path.startswith("/parquet/train")}
-    best = found[1]["tars"].folder / "best"
-    words = {
-        name: [str(word).replace("BEST", str(best)) for word in words]
-        for name, words in three.items()
+    outcomes = {1: run_several(1, cases, env=KEY)}
+    server.faults |= {
+        path: list(FAULTS) for path in server.files if path.startswith("/parquet/train")
     }
-    return found | {
-        3: run_several(3, {name: [*WORDS, *words] for name, words in words.items()}, env=KEY)
+    best = outcomes[1]["tars"].folder / "best"
+    args_by_case = {
+        name: [str(word).replace("BEST", str(best)) for word in args]
+        for name, args in three.items()
+    }
+    return outcomes | {
+        3: run_several(
+            3,
+            {name: WORDS + args for name, args in args_by_case.items()},
+            env=KEY,
+        )
     }
 
 
@@ -145,7 +161,8 @@ def test_shards_train_as_their_files_bit_for_bit(runs, kind):
 
 @pytest.mark.parametrize("kind", ["tars", "parquet"])
 def test_shards_of_boxes_train_as_their_folder_bit_for_bit(runs, kind):
-    folder, shards = runs[1]["boxes of folder"], runs[1][f"boxes of {kind}"]
+    folder = runs[1]["boxes of folder"]
+    shards = runs[1][f"boxes of {kind}"]
     assert len(folder.column("train/loss")) == 4
     for key in ("train/loss", "eval/ap"):
         assert np.array_equal(shards.column(key), folder.column(key)), key
@@ -154,10 +171,11 @@ def test_shards_of_boxes_train_as_their_folder_bit_for_bit(runs, kind):
 @pytest.mark.long
 def test_shards_of_boxes_train_the_same_on_three_processes(runs, run_several, data, server):
     """Of blocks also with mosaics, whose other images come from the same step."""
-    words, det = [*BOXES, *XYWH, "--data"], {"recipe": "recipes/det.py", "env": KEY}
-    tars = [*words, data / "boxes/*.tar"]
+    args = BOXES + XYWH + ["--data"]
+    det = {"recipe": "recipes/det.py", "env": KEY}
+    tars = [*args, data / "boxes/*.tar"]
     blocks = [
-        *words,
+        *args,
         from_server(server, "boxes"),
         "--shard_memory",
         1,
@@ -166,20 +184,20 @@ def test_shards_of_boxes_train_the_same_on_three_processes(runs, run_several, da
         "--mixup",
         0.5,
     ]
-    one = {"tars": runs[1]["boxes of tars"]} | run_several(
-        1, {"blocks": [*blocks, "--workers", 2]}, **det
+    single_rank = {"tars": runs[1]["boxes of tars"]} | run_several(
+        1, {"blocks": blocks + ["--workers", 2]}, **det
     )
     three = {
         "tars": tars,
         "blocks": blocks,
-        "evaluated": [*tars, "--eval_only", one["tars"].folder / "best"],
+        "evaluated": tars + ["--eval_only", single_rank["tars"].folder / "best"],
     }
-    found = run_several(3, three, **det)
+    outcomes = run_several(3, three, **det)
     for kind in ("tars", "blocks"):
         np.testing.assert_allclose(
-            found[kind].column("train/loss"), one[kind].column("train/loss"), rtol=1e-9
+            outcomes[kind].column("train/loss"), single_rank[kind].column("train/loss"), rtol=1e-9
         )
-    assert found["evaluated"].outcome == "ok"
+    assert outcomes["evaluated"].outcome == "ok"
 
 
 @pytest.mark.parametrize("kind", ["tars", "blocks"])
@@ -190,7 +208,8 @@ def test_shards_train_the_same_on_three_processes_and_workers(runs, server, kind
 
 
 def test_blocks_are_an_order_that_a_resumed_run_keeps(runs):
-    whole, halves = runs[1]["blocks"], runs[3]["second half"]
+    whole = runs[1]["blocks"]
+    halves = runs[3]["second half"]
     assert not np.array_equal(whole.column("train/loss"), runs[1]["files"].column("train/loss"))
     assert "resuming from step 5 of 12" in halves.stdout
     assert np.abs(halves.column("train/loss") - whole.column("train/loss")).max() < CLOSE
@@ -202,7 +221,7 @@ def test_shards_are_evaluated_alone_and_tried_in_a_dry_run(runs):
 
 
 def test_a_signature_reaches_the_server_and_stands_nowhere_else(runs, server, tmp_path_factory):
-    assert {path.partition("?")[2] for path, _, _ in server.asked} == {"Signature=s3cr3t"}
+    assert {path.partition("?")[2] for path, _, _ in server.requests} == {"Signature=s3cr3t"}
     for of_world in runs.values():
         for outcome in of_world.values():
             assert "s3cr3t" not in outcome.text + outcome.stdout

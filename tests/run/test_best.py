@@ -18,10 +18,12 @@ class Training:
     """A run of `steps`, each with an evaluation of these results and a checkpoint, as `Run` goes about it."""
 
     def __init__(self, run: Path, keep: int = 2) -> None:
-        self.run, self.said = run, []
+        self.run = run
+        self.messages = []
         self.state = TrainingState(torch.nn.Linear(1, 1), ema=torch.nn.Linear(1, 1))
-        self.best = Best(run, self.state, self.export, self.said.append)
-        self.checkpoints, self.progress = Checkpoints(run / "checkpoints", keep), Progress()
+        self.best = Best(run, self.state, self.export, self.messages.append)
+        self.checkpoints = Checkpoints(run / "checkpoints", keep)
+        self.progress = Progress()
 
     def export(self, model: torch.nn.Module, results: dict, folder: Path) -> None:
         folder.mkdir()
@@ -59,12 +61,12 @@ class Training:
 
     def start_again(self, run: Path | None = None) -> "Training":
         """Another start, in another folder if one is given."""
-        again = Training(run or self.run)
-        found = self.checkpoints.find_newest(print)
-        assert isinstance(found, Checkpoint)
-        again.progress = Progress(**found.record["ledger"])
-        again.best.repair(found, again.progress)
-        return again
+        restarted = Training(run or self.run)
+        checkpoint = self.checkpoints.find_newest(print)
+        assert isinstance(checkpoint, Checkpoint)
+        restarted.progress = Progress(**checkpoint.record["ledger"])
+        restarted.best.repair(checkpoint, restarted.progress)
+        return restarted
 
 
 @pytest.fixture
@@ -105,8 +107,8 @@ def test_the_new_best_waits_for_the_checkpoint_that_records_it(run: Path) -> Non
     training.best.seal()  # for a checkpoint that was on its way
     training.best.publish()
     assert weight(run) == 1 and names(run) == [".best.new", "best", "checkpoints"]
-    again = training.start_again()
-    assert weight(run) == 1 and again.said == [] and names(run) == ["best", "checkpoints"]
+    restarted = training.start_again()
+    assert weight(run) == 1 and restarted.messages == [] and names(run) == ["best", "checkpoints"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,9 @@ def test_the_next_start_completes_or_undoes_a_replacement(run: Path, moment: str
     training = Training(run)
     training.step(1, 0.1)
     training.step(2, 0.2, placed=False)
-    best, draft, old = run / "best", run / ".best.tmp", run / ".best.old"
+    best = run / "best"
+    draft = run / ".best.tmp"
+    old = run / ".best.old"
     if moment in ("old aside", "old left", "no checkpoint"):
         best.rename(old)
     if moment in ("old left", "no checkpoint"):
@@ -126,11 +130,11 @@ def test_the_next_start_completes_or_undoes_a_replacement(run: Path, moment: str
     if moment == "no checkpoint":
         shutil.rmtree(run / "checkpoints/step_00000002")
     step = 1 if moment == "no checkpoint" else 2
-    again = training.start_again()
-    assert weight(run) == again.progress.best["step"] == step and again.said == []
+    restarted = training.start_again()
+    assert weight(run) == restarted.progress.best["step"] == step and restarted.messages == []
     assert names(run) == ["best", "checkpoints"]
-    again.step(3, 0.05)
-    assert weight(run) == step and again.start_again().said == []
+    restarted.step(3, 0.05)
+    assert weight(run) == step and restarted.start_again().messages == []
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -145,13 +149,13 @@ def test_a_damaged_best_is_exported_again(run: Path, damage: str) -> None:
     of_run = {"name": "a", "recipe": "cls", "step": 2, "commit": "c0ffee", "config": {"lr": 0.1}}
     assert json.loads(was["run.json"]) == of_run
     DAMAGES[damage](run / "best")
-    again = training.start_again()
-    (said,) = again.said
-    assert said.startswith(f"{run}/best is damaged or of another checkpoint (")
-    assert said.endswith(f"): exported again from {run}/checkpoints/step_00000002")
+    restarted = training.start_again()
+    (message,) = restarted.messages
+    assert message.startswith(f"{run}/best is damaged or of another checkpoint (")
+    assert message.endswith(f"): exported again from {run}/checkpoints/step_00000002")
     assert content(run / "best") == was and names(run) == ["best", "checkpoints"]
-    again.step(4, 0.2)
-    assert again.start_again().said == [], "it is as every checkpoint says"
+    restarted.step(4, 0.2)
+    assert restarted.start_again().messages == [], "it is as every checkpoint says"
 
 
 @pytest.mark.parametrize("damage", ["changed", "removed"])
@@ -160,20 +164,22 @@ def test_without_its_checkpoint_the_next_evaluation_is_the_best(run: Path, damag
     for step, top1 in enumerate((0.3, 0.1, 0.2), 1):
         training.step(step, top1)
     DAMAGES[damage](run / "best")
-    again = training.start_again()
-    (said,) = again.said
+    restarted = training.start_again()
+    (message,) = restarted.messages
     lost = (
         f"{run}/checkpoints/step_00000001, from which it was exported, is gone: the best model, "
         "top-1 30.00 %, is lost; "
     )
-    assert lost in said and said.endswith("; best/ will be the best of the evaluations from now on")
-    assert again.progress.best == {} and names(run) == [
+    assert lost in message and message.endswith(
+        "; best/ will be the best of the evaluations from now on"
+    )
+    assert restarted.progress.best == {} and names(run) == [
         *["best.damaged"] * (damage == "changed"),
         "checkpoints",
     ]
-    assert again.best.seal() == {"results": {}, "files": {}}
-    again.step(4, 0.01)
-    assert weight(run) == 4 and again.start_again().said == []
+    assert restarted.best.seal() == {"results": {}, "files": {}}
+    restarted.step(4, 0.01)
+    assert weight(run) == 4 and restarted.start_again().messages == []
 
 
 def test_a_run_that_branches_off_takes_the_best_along(run: Path, tmp_path: Path) -> None:
@@ -182,5 +188,5 @@ def test_a_run_that_branches_off_takes_the_best_along(run: Path, tmp_path: Path)
         training.step(step, top1)
     (tmp_path / "b").mkdir()
     branch = training.start_again(tmp_path / "b")
-    assert branch.said == [] and weight(run) == 1
+    assert branch.messages == [] and weight(run) == 1
     assert content(tmp_path / "b/best") == content(run / "best")

@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import Refused
 from common.run.folder import RunFolder
-from tests.harness.disks import no_room
+from tests.harness.disks import limit_file_size
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_a_resume_drops_rows_beyond_its_step_and_a_torn_last_one(folder, torn: s
 def test_a_row_that_does_not_fit_on_the_disk_is_not_half_there(folder: RunFolder) -> None:
     folder.rewind(0)
     folder.row({"step": 1})
-    with no_room(40):
+    with limit_file_size(40):
         with pytest.raises(OSError):
             folder.row({"step": 2, "text": "x" * 100})
         folder.log("x" * 100)  # the log is not worth a run
@@ -102,7 +102,8 @@ def test_a_row_that_does_not_fit_on_the_disk_is_not_half_there(folder: RunFolder
 
 @pytest.mark.parametrize("name", [".lock", "log.txt"])
 def test_no_link_is_followed_and_no_fifo_waited_for(tmp_path, name) -> None:
-    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim = tmp_path / "victim"
+    run = tmp_path / "run"
     victim.write_text("mine")
     run.mkdir()
     (run / name).symlink_to(victim)

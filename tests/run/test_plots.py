@@ -10,7 +10,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from common.run import plots
-from tests.harness.pictures import drawn, has, texts
+from tests.harness.pictures import collect_texts, has_colour, read_picture
 
 ROWS = [
     {"step": 1, "train/loss": 2.0, "train/lr": 0.1},
@@ -31,9 +31,9 @@ def test_curves_are_drawn_from_the_rows_that_there_are(tmp_path: Path, rows: int
     lines = "".join(json.dumps(row) + "\n" for row in (ROWS[:rows] + more))
     (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 4, "tra')
     plots.curves(tmp_path)
-    pixels = drawn(tmp_path / "pictures" / "curves.png")
-    shown = [has(pixels, colour) for colour in (plots.BLUE, plots.ORANGE, plots.GREEN)]
-    assert shown == [rows > 0, rows >= 3, rows >= 3]
+    pixels = read_picture(tmp_path / "pictures" / "curves.png")
+    has_curve = [has_colour(pixels, colour) for colour in (plots.BLUE, plots.ORANGE, plots.GREEN)]
+    assert has_curve == [rows > 0, rows >= 3, rows >= 3]
 
 
 CURVES = {  # results of steps 1 to 3, the metric that leads, the step of best/ -> title and lines
@@ -63,47 +63,50 @@ CURVES = {  # results of steps 1 to 3, the metric that leads, the step of best/ 
 
 @pytest.mark.parametrize("case", CURVES)
 def test_curves_name_the_leading_metric_and_mark_the_best_step(tmp_path, monkeypatch, case) -> None:
-    results, leading, best, told, lines = CURVES[case]
+    results, leading, best, title, lines = CURVES[case]
     rows = [
-        {"step": place + 1} | {f"eval/{key}": of[place] for key, of in results.items()}
-        for place in range(3)
+        {"step": index + 1} | {f"eval/{key}": of[index] for key, of in results.items()}
+        for index in range(3)
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "summary.json").write_text(
         json.dumps({"leading": f"eval/{leading}", "best": {"step": best}})
     )
-    said = texts(monkeypatch, lambda: plots.curves(tmp_path))
-    assert any(text.endswith(told) for text in said) and f"best/ (step {best})" in said
-    assert all(line in said for line in lines)
-    assert not [text for text in said if "top-1" in text and "top-1" not in lines]
+    texts = collect_texts(monkeypatch, lambda: plots.curves(tmp_path))
+    assert any(text.endswith(title) for text in texts) and f"best/ (step {best})" in texts
+    assert all(line in texts for line in lines)
+    assert not [text for text in texts if "top-1" in text and "top-1" not in lines]
 
 
 def test_the_first_batch_is_shown_before_normalisation(tmp_path, monkeypatch) -> None:
-    cells, wanted = [], np.random.default_rng(0).integers(256, size=(3, 8, 6, 3), dtype=np.uint8)
-    wanted[:, 0, 0], wanted[:, 0, 1] = 0, 255
+    cells = []
+    originals = np.random.default_rng(0).integers(256, size=(3, 8, 6, 3), dtype=np.uint8)
+    originals[:, 0, 0] = 0
+    originals[:, 0, 1] = 255
     monkeypatch.setattr(plots, "sheet", lambda of, headline, path: cells.extend([*of, headline]))
-    mean, std = ((0.2, 0.4, 0.6), (0.1, 0.2, 0.3))
-    images = torch.from_numpy((wanted / 255.0 - mean) / std).permute(0, 3, 1, 2)
-    shown = [
+    mean = (0.2, 0.4, 0.6)
+    std = (0.1, 0.2, 0.3)
+    images = torch.from_numpy((originals / 255.0 - mean) / std).permute(0, 3, 1, 2)
+    pixels = [
         ("cat 70 %\ndog 30 %", "a.png", []),
         ("1 object", "b.png", [((1, 2, 3, 4), "dog")]),
         ("", "c.png", []),
     ]
-    parts = [(images[:2], shown[:2]), (images[2:], shown[2:])]
+    parts = [(images[:2], pixels[:2]), (images[2:], pixels[2:])]
     plots.first_batch(
         iter(parts), 64, {"mean": mean, "std": std}, tmp_path / "run/pictures/first_batch.png"
     )
-    *found, headline = cells
-    assert all((cell.pixels == of).all() for cell, of in zip(found, wanted, strict=True))
-    assert [(cell.caption, cell.footnote) for cell in found] == [
-        (caption, name) for caption, name, _ in shown
+    *pictures, headline = cells
+    assert all((cell.pixels == of).all() for cell, of in zip(pictures, originals, strict=True))
+    assert [(cell.caption, cell.footnote) for cell in pictures] == [
+        (caption, name) for caption, name, _ in pixels
     ]
-    assert [(corners, name) for corners, name, _ in found[1].boxes] == [((1, 2, 3, 4), "dog")]
+    assert [(corners, name) for corners, name, _ in pictures[1].boxes] == [((1, 2, 3, 4), "dog")]
     assert headline.startswith("run: 3 of the first 64 samples as the model sees them (mean ")
     cells.clear()
     # Of a model that does not say how its images are normalised.
     plots.first_batch(parts, 64, {}, tmp_path)
-    assert np.abs(cells[0].pixels.astype(int) - wanted[0]).max() <= 1
+    assert np.abs(cells[0].pixels.astype(int) - originals[0]).max() <= 1
 
 
 def crop_photographs(count: int) -> list[np.ndarray]:
@@ -132,7 +135,7 @@ def test_a_sheet_of_any_content_is_below_500_kb(draw, tmp_path: Path, monkeypatc
     plots.sheet(cells, "24 mistakes", tmp_path / "sheet.png")
     assert (tmp_path / "sheet.png").stat().st_size < 500_000
     assert Image.open(tmp_path / "sheet.png").format == "PNG"
-    reduced = drawn(tmp_path / "sheet.png")
+    reduced = read_picture(tmp_path / "sheet.png")
     assert reduced.shape[1] >= 1000
 
     monkeypatch.setattr(plots, "MAX_SHEET_BYTES", 10**9)
@@ -143,7 +146,7 @@ def test_a_sheet_of_any_content_is_below_500_kb(draw, tmp_path: Path, monkeypatc
     sides = (reduced.shape[1] // 8, reduced.shape[0] // 8)
     means = [
         np.asarray(Image.fromarray(pixels).resize(sides, Image.Resampling.BOX), dtype=float)
-        for pixels in (reduced, drawn(tmp_path / "sheet.png"))
+        for pixels in (reduced, read_picture(tmp_path / "sheet.png"))
     ]
     assert np.abs(means[0] - means[1]).mean() < 4
 
@@ -154,14 +157,15 @@ def test_a_sheet_that_is_small_keeps_its_pixels(tmp_path: Path) -> None:
         for index in range(24)
     ]
     plots.sheet(cells, "24 mistakes", tmp_path / "sheet.png")
-    assert drawn(tmp_path / "sheet.png").shape[1] > 1500
+    assert read_picture(tmp_path / "sheet.png").shape[1] > 1500
 
 
 @pytest.mark.parametrize("classes", [1, 50, 1000])
 def test_a_confusion_matrix_of_any_size_shows_its_mistake(
     tmp_path, monkeypatch, classes: int
 ) -> None:
-    figures, save = [], plots.save
+    figures = []
+    save = plots.save
     monkeypatch.setattr(
         plots, "save", lambda figure, path: (figures.append(figure), save(figure, path))
     )
@@ -171,7 +175,7 @@ def test_a_confusion_matrix_of_any_size_shows_its_mistake(
     matrix[-1, 0] = 3
     path = tmp_path / "pictures" / "confusion.png"
     plots.confusion(matrix, names, path, headline="nearly all is found")
-    assert drawn(path).shape[0] < 3000
+    assert read_picture(path).shape[0] < 3000
     axes = figures[0].axes[0]
     assert axes.get_title().endswith("last evaluation: nearly all is found")
     if classes <= plots.NAMED_CLASSES:

@@ -46,23 +46,23 @@ def report(step: int, loss: float, **options) -> StepReport:
 
 
 def test_custom_numbers_cannot_replace_those_of_the_run(records) -> None:
-    kept = records()
+    recorder = records()
     for step in (1, 2):
-        kept.record_step(
+        recorder.record_step(
             report(step, 1.0, logged={"train/aux": 0.5 * step}), 0.1, is_evaluated=False
         )
-    kept.record_evaluation(2, {"top1": 0.5}, "top1")
-    kept.log.flush()
-    (step, row), *others = kept.log._tracker.rows
-    assert (step, row["train/aux"], row["eval/top1"], others) == (2, 1.0, 0.5, [])
-    own = {
+    recorder.record_evaluation(2, {"top1": 0.5}, "top1")
+    recorder.log.flush()
+    (step, row), *later_rows = recorder.log._tracker.rows
+    assert (step, row["train/aux"], row["eval/top1"], later_rows) == (2, 1.0, 0.5, [])
+    custom_values = {
         "step",
         "train/loss_scale",
         "perf/gpu_memory_gb",
         "train/update_ratio",
         "train/lr_backbone",
     }
-    for name in (row.keys() - {"train/aux"}) | own:
+    for name in (row.keys() - {"train/aux"}) | custom_values:
         with pytest.raises(Refused, match=f"^run.log: '?{name}'? is "):
             check_names([name])
     for name in ("aux", "train/", "/aux", "train/a b", "train/\n", 5, ""):
@@ -72,20 +72,20 @@ def test_custom_numbers_cannot_replace_those_of_the_run(records) -> None:
 
 
 def test_rows_have_loss_scale_slowest_rank_and_gpu_memory(records, monkeypatch) -> None:
-    kept = records()
+    recorder = records()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 2**31)
     for step, ready in ((2, (1.0, 4.0, 1.0)), (3, ()), (4, (1.0,)), (6, ())):
-        told = StepReport(
+        report = StepReport(
             step, 1.0, 1.0, 0.0, (), stop=False, skipped=True, loss_scale=1 / step, ready=ready
         )
-        kept.record_step(
-            dataclasses.replace(told, update={"weight_norm": 5.0, "lr_head": 0.1}),
+        recorder.record_step(
+            dataclasses.replace(report, update={"weight_norm": 5.0, "lr_head": 0.1}),
             10.0,
             is_evaluated=False,
         )
-    kept.log.flush()
-    first, second, third = (row for _, row in kept.log._tracker.rows)
+    recorder.log.flush()
+    first, second, third = (row for _, row in recorder.log._tracker.rows)
     assert (first["perf/slowest_rank"], first["perf/slowest_rank_lag"]) == (1, pytest.approx(0.2))
     assert (first["train/weight_norm"], first["train/lr_head"], first["perf/gpu_memory_gb"]) == (
         5.0,
@@ -102,11 +102,11 @@ def test_the_best_evaluation_is_the_lowest_of_a_loss_and_finite(records) -> None
     """A loss of 2.15 is no 215 %, and the model of the first evaluation, the worst, is not kept."""
     of = records(patience=2)
     losses = [NAN, 2.15, 0.5, 0.5, NAN]  # an equal one is kept, but it is no better
-    kept = [
+    recorders = [
         of.record_evaluation(step, {"loss": loss}, "loss", False)
         for step, loss in enumerate(losses)
     ]
-    assert kept == [True, True, True, True, False]
+    assert recorders == [True, True, True, True, False]
     assert of.progress.headline(of.progress.best) == "loss 0.5"
     assert of.summary()["leading"] == "eval/loss"
     of.log.summary(of.summary())
@@ -134,50 +134,57 @@ def test_the_direction_of_usual_results_is_known() -> None:
 
 
 def test_a_dry_run_refuses_what_explodes_or_is_not_finite(records, capsys) -> None:
-    for first, second, told in (
+    for first, second, message in (
         (2.3, 5e7, "5e[+]07"),
         (1e-9, 1e3 + 1, "1e[+]03"),
         (2.3, 700.0, ""),
     ):
         for dry_run in (True, False):  # a run sees for itself
-            kept = records(dry_run=dry_run)
-            kept.record_step(report(1, first), 0.1, is_evaluated=False)
-            said = f"^step 2: the loss rose to {told}, more than 1,000 times the first; lower --lr"
+            recorder = records(dry_run=dry_run)
+            recorder.record_step(report(1, first), 0.1, is_evaluated=False)
+            pattern = (
+                f"^step 2: the loss rose to {message}, more than 1,000 times the first; lower --lr"
+            )
             with (
-                pytest.raises(Refused, match=said) if told and dry_run else contextlib.nullcontext()
+                pytest.raises(Refused, match=pattern)
+                if message and dry_run
+                else contextlib.nullcontext()
             ):
-                kept.record_step(report(2, second), 0.1, is_evaluated=True)
-    told = "step 2: eval/loss is not finite; lower --lr, set --clip 1 or --warmup_epochs"
-    with pytest.raises(Refused, match=told):
+                recorder.record_step(report(2, second), 0.1, is_evaluated=True)
+    message = "step 2: eval/loss is not finite; lower --lr, set --clip 1 or --warmup_epochs"
+    with pytest.raises(Refused, match=message):
         records(dry_run=True).record_evaluation(2, {"loss": NAN, "top1": 0.1}, "top1")
-    kept = records()
-    kept.record_evaluation(2, {"loss": NAN, "top1": 0.1, "top5": None, "count": 3}, "top1")
-    assert capsys.readouterr().out == told + "\n" and kept.progress.best["step"] == 2
+    recorder = records()
+    recorder.record_evaluation(2, {"loss": NAN, "top1": 0.1, "top5": None, "count": 3}, "top1")
+    assert capsys.readouterr().out == message + "\n" and recorder.progress.best["step"] == 2
 
 
 def test_pictures_carry_their_step_and_take_little_time(records) -> None:
-    kept = records()
+    recorder = records()
     due = []
     for seconds in (40.0, 60.0, 61.0, 1e6):
-        kept.progress.seconds = seconds
-        due.append(kept.has_time_to_draw())
+        recorder.progress.seconds = seconds
+        due.append(recorder.has_time_to_draw())
         if due[-1]:
-            kept._drawing += 1.0  # as `draw` counts
+            recorder._drawing += 1.0  # as `draw` counts
     assert due == [False, True, False, True]
-    kept.progress.step = 12
-    kept.draw("a", lambda path: None)
-    (path,) = kept.log._tracker.shown[12].values()
+    recorder.progress.step = 12
+    recorder.draw("a", lambda path: None)
+    (path,) = recorder.log._tracker.pictures[12].values()
     assert path.name == "a.png"
-    kept.draw("b", lambda path: path.no_such_attribute)
-    assert [*kept.log._tracker.shown[12]] == ["a"], "a picture that could not be drawn is not sent"
-    kept.share()  # a start that resumes has drawn nothing and trained nothing
-    assert not kept.has_time_to_draw()
+    recorder.draw("b", lambda path: path.no_such_attribute)
+    assert list(recorder.log._tracker.pictures[12]) == ["a"], (
+        "a picture that could not be drawn is not sent"
+    )
+    recorder.share()  # a start that resumes has drawn nothing and trained nothing
+    assert not recorder.has_time_to_draw()
 
 
 def test_too_many_broken_images_in_a_window_stop_the_run() -> None:
     """And a new window starts from zero."""
     # 16 steps; 20 images may be broken.
-    progress, config = Progress(), RunConfig(global_batch_size=64)
+    progress = Progress()
+    config = RunConfig(global_batch_size=64)
     for step, images in ((1, 10), (16, 10), (17, 20), (33, 20)):
         progress.count_broken(step, [f"{step}/{image}" for image in range(images)], config, print)
     resumed = Progress(**dataclasses.asdict(progress))
@@ -190,10 +197,10 @@ def test_too_many_broken_images_in_a_window_stop_the_run() -> None:
             "limit"
         )
     assert progress.broken == 61 and progress.broken_files == 61
-    said: list[str] = []
+    messages: list[str] = []
     for names in (["a", "a"], ["b", "a"]):
-        resumed.count_broken(49, names, config, said.append)
-    assert [line.split()[-1] for line in said] == ["a", "b"], "each is named once"
+        resumed.count_broken(49, names, config, messages.append)
+    assert [line.split()[-1] for line in messages] == ["a", "b"], "each is named once"
     assert (resumed.broken, resumed.broken_files) == (65, 63)
     with pytest.raises(Refused, match="step 2: 1 of the last 4,000 "):
         Progress().count_broken(

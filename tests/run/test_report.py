@@ -41,7 +41,7 @@ class Page(HTMLParser):
         self.texts.append(text)
 
 
-def made(folder: Path, **files: object) -> Path:
+def write_run(folder: Path, **files: object) -> Path:
     """A run folder with these files, beside those of a run of 40 steps."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
@@ -82,7 +82,7 @@ def test_names_are_text_and_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> 
         "config.yaml": f"data: '{EVIL}'\n",
         "log.txt": LOG.format(evil=EVIL),
     }
-    folder = made(tmp_path / "<b>a", **files)
+    folder = write_run(tmp_path / "<b>a", **files)
     (folder / "pictures").mkdir()
     Image.new("RGB", (40, 30)).save(folder / "pictures" / "<i>x.png")
     page = Page(folder)
@@ -110,7 +110,7 @@ def test_a_killed_run_has_a_page_of_its_rows_and_its_log(tmp_path: Path) -> None
         "recipe": "recipes/cls.py",
     }
     status = {"status": "running", "step": 10, "cause": ""}
-    folder = made(tmp_path / "a", **{"status.json": status, "environment.json": facts})
+    folder = write_run(tmp_path / "a", **{"status.json": status, "environment.json": facts})
     with (folder / "metrics.jsonl").open("a") as rows:
         rows.write('{"step": 50, "train/lo')
     page = Page(folder)
@@ -133,20 +133,20 @@ def test_a_killed_run_has_a_page_of_its_rows_and_its_log(tmp_path: Path) -> None
 )
 def test_a_damaged_file_costs_its_own_part_at_most(tmp_path: Path, content: str) -> None:
     for name in ("metrics.jsonl", "config.yaml", "status.json", "log.txt", "summary.json"):
-        page = Page(made(tmp_path / name, **{name: content, "environment.json": content}))
-        others = {
+        page = Page(write_run(tmp_path / name, **{name: content, "environment.json": content}))
+        parts = {
             "metrics.jsonl": "<img",
             "log.txt": "resuming from step 10 of 40",
             "summary.json": "best top-1",
         }
-        assert all(said in page.source for file, said in others.items() if file != name), name
+        assert all(text in page.source for file, text in parts.items() if file != name), name
 
 
 def test_classes_are_listed_lowest_first(tmp_path: Path) -> None:
     results = {"f1": 0.5, "per_class": {"a": 0.5, "b": 0.0, "c": None}, "odd": {"a": "x"}}
     results |= {"thresholds": dict.fromkeys("abc", 0.125), "threshold": 0.5}
     results["classes"] = {name: {"images": 4, "f1": 0.5, "threshold": 0.125} for name in "abc"}
-    folder = made(
+    folder = write_run(
         tmp_path / "a",
         **{"best/results.json": results, "metrics.jsonl": None, "summary.json": None},
     )
@@ -158,8 +158,8 @@ def test_classes_are_listed_lowest_first(tmp_path: Path) -> None:
         "class F1 images threshold b 0.00 % 4 12.50 % a 50.00 % 4 12.50 % c - 4 12.50 %"
         in page.text
     )
-    for said in ("errors.png: can't be shown", "metrics.jsonl: not a regular file"):
-        assert said in page.text
+    for text in ("errors.png: can't be shown", "metrics.jsonl: not a regular file"):
+        assert text in page.text
 
 
 def test_the_command_to_repeat_is_one_command(tmp_path) -> None:
@@ -173,13 +173,8 @@ def test_the_command_to_repeat_is_one_command(tmp_path) -> None:
     ):
         facts = {"command": typed, "launch": launch + typed, "recipe": "mine.py; x"}
         (tmp_path / "environment.json").write_text(json.dumps(facts))
-        words = shlex.split(PastRun(tmp_path).repeat_command)
+        args = shlex.split(PastRun(tmp_path).repeat_command)
         config = str(tmp_path / "config.yaml")
-        assert words == [
-            *launch.split(),
-            "mine.py; x",
-            "--config",
-            config,
-            "--name",
-            f"{tmp_path.name}-again",
-        ]
+        assert args == (
+            launch.split() + ["mine.py; x", "--config", config, "--name", f"{tmp_path.name}-again"]
+        )

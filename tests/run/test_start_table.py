@@ -8,7 +8,7 @@ import pytest
 
 from common.config.parsing import parse
 from common.run.start_table import _describe_settings
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 from tests.recipes.copied import ROOT, copy
 
 FLAG = """A flag of one's own, and another default.
@@ -27,9 +27,9 @@ CHANGED = (
 
 
 def test_the_dry_run_names_settings_and_the_real_length(run_several, tmp_path) -> None:
-    mine = copy(tmp_path / "mine.py", FLAG)
-    words = f"--max_steps 50 --dry_run {CHANGED}".split()
-    outcome = run_several(1, {"mine": [mine, *words]})["mine"]
+    script = copy(tmp_path / "mine.py", FLAG)
+    args = f"--max_steps 50 --dry_run {CHANGED}".split()
+    outcome = run_several(1, {"mine": [script] + args})["mine"]
     assert outcome.outcome == "ok", outcome.text
     table = dict(re.findall(r"^  ([a-z ]+?)  +(.*)$", outcome.stdout, re.M))
     named = set(table["settings"].split(", "))
@@ -50,7 +50,7 @@ def test_the_dry_run_names_settings_and_the_real_length(run_several, tmp_path) -
 
 @pytest.mark.smoke
 def test_settings_at_a_copys_defaults_are_not_named(tmp_path) -> None:
-    recipe = load(copy(tmp_path / "copied.py", FLAG))
+    recipe = load_recipe(copy(tmp_path / "copied.py", FLAG))
     preset = f"--config {ROOT}/recipes/presets/cifar10.yaml".split()
     assert _describe_settings(parse(recipe.Config, ["--data", "digits"])) == ""
     assert (

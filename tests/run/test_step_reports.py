@@ -14,7 +14,8 @@ from common.training.step import StepOutcome
 from common.training.update_size import Update
 from tests.harness.processes import Processes
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 def post(
@@ -38,8 +39,8 @@ def post(
     outcome = StepOutcome(
         torch.tensor(losses), positions, options.get("wait", 0.0), options.get("broken", ())
     )
-    said = options.get("ended_by", ""), options.get("update"), options.get("lap")
-    state.post(step, outcome, torch.tensor(norm), stop, *said)
+    ended_by = options.get("ended_by", ""), options.get("update"), options.get("lap")
+    state.post(step, outcome, torch.tensor(norm), stop, *ended_by)
 
 
 def refusal(state: StepReports) -> str:
@@ -75,13 +76,13 @@ NOT_FINITE = {  # losses, gradient norm, under fp16, what is told
 @pytest.mark.smoke
 @pytest.mark.parametrize("case", NOT_FINITE)
 def test_a_value_that_is_not_finite_stops_the_run_and_is_named(case: str) -> None:
-    losses, norm, half, told = NOT_FINITE[case]
+    losses, norm, half, message = NOT_FINITE[case]
     state = StepReports(len(losses), fp16() if half else None)
     post(state, 8, losses, norm, unseen=math.isinf(norm))
     assert state.read() == []
     post(state, 9, [1.0] * len(losses))
-    said = refusal(state)
-    assert said.startswith("step 8: the ") and told in said
+    text = refusal(state)
+    assert text.startswith("step 8: the ") and message in text
 
 
 def test_a_report_that_did_not_come_in_is_asked_for_again() -> None:
@@ -124,18 +125,18 @@ def healthy_steps() -> list[dict]:
     state = StepReports(2 * world_size())
     reports = []
     for step in range(1, 5):
-        mine = [100.0 * step + rank(), 1.0]
+        values = [100.0 * step + rank(), 1.0]
         broken = (f"{rank()}.png: torn",) * ((step == 2) + (step == 3 and rank() == 1))
         ended_by = "enough" * (step == 3 and rank() == world_size() - 1)
         stop = step == 3 and rank() == world_size() - 1
-        told = {"stop": stop, "wait": float(rank()), "broken": broken, "ended_by": ended_by}
+        own_state = {"stop": stop, "wait": float(rank()), "broken": broken, "ended_by": ended_by}
         update = (
             Update({"lr_head": 0.1 * step}, torch.tensor([4.0, 2.0 * step]))
             if step % 2 == 0
             else None
         )
         lap = SimpleNamespace(seconds=lambda step=step: 10.0 * step + rank())
-        post(state, step, mine, norm=0.5 * step, update=update, lap=lap, **told)
+        post(state, step, values, norm=0.5 * step, update=update, lap=lap, **own_state)
         reports += [asdict(report) for report in state.read()]
         assert len(reports) == step - 1
     return reports + [asdict(report) for report in [*state.settle(), *state.settle()]]
@@ -148,19 +149,19 @@ def test_all_ranks_get_the_same_reports_one_step_later_in_order(processes: Proce
     reports = [StepReport(**report) for report in answers[0]]
     assert [report.step for report in reports] == [1, 2, 3, 4]
     assert [report.ended_by for report in reports] == ["", "", "enough", ""]
-    others = sum(range(ranks))
+    rank_sum = sum(range(ranks))
     for report in reports:
         assert report.loss == pytest.approx(
-            (100 * report.step * ranks + others + ranks) / (2 * ranks)
+            (100 * report.step * ranks + rank_sum + ranks) / (2 * ranks)
         )
-        assert (report.data_wait, report.grad_norm) == (others / ranks, 0.5 * report.step)
+        assert (report.data_wait, report.grad_norm) == (rank_sum / ranks, 0.5 * report.step)
     # One rank's wish is everyone's.
     assert [report.stop for report in reports] == [False, False, True, False]
     assert reports[1].broken == tuple(f"{rank}.png: torn" for rank in range(ranks))
     assert reports[2].broken == ("1.png: torn",)
     assert reports[0].update == reports[2].update == {}
     assert reports[3].update == {"lr_head": 0.4, "weight_norm": 4.0, "update_ratio": 2.0}
-    assert [[*report.ready] for report in reports] == [
+    assert [list(report.ready) for report in reports] == [
         [],
         [30.0, 32.0, 34.0],
         [],
@@ -170,9 +171,10 @@ def test_all_ranks_get_the_same_reports_one_step_later_in_order(processes: Proce
 
 def fail_on_one_rank(half: bool, norm: float) -> tuple[str, int]:
     state = StepReports(2 * world_size(), fp16() if half else None)
-    told, step = "", 0
+    message = ""
+    step = 0
     try:
-        while not told and step < 10:
+        while not message and step < 10:
             step += 1
             bad = step == 4 and rank() == 1
             # The exchange of names must not cross the refusal.
@@ -180,16 +182,16 @@ def fail_on_one_rank(half: bool, norm: float) -> tuple[str, int]:
             post(state, step, [1.0, NAN if bad else 1.0], norm if step == 4 else 1.0, broken=broken)
             state.read()
     except Refused as refused:
-        told = str(refused)
-    return told, step
+        message = str(refused)
+    return message, step
 
 
 def test_a_bad_loss_of_one_rank_stops_all_within_two_steps(processes: Processes) -> None:
     for half, norm in ((False, 1.0), (True, 1.0), (True, NAN)):
         answers = processes.run(fail_on_one_rank, half, norm, ranks=3)
         assert answers == [answers[0]] * 3
-        told, step = answers[0]
-        assert told.startswith("step 4: the loss of the samples at positions 21 is not finite")
+        message, step = answers[0]
+        assert message.startswith("step 4: the loss of the samples at positions 21 is not finite")
         assert step == 5
 
 
@@ -209,13 +211,13 @@ def test_custom_numbers_are_means_over_all_values_of_the_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "value, told",
+    "value, message",
     [(torch.zeros(2, 3), "has shape [2, 3]; "), ("much", "is 'much'; "), (None, "is ")],
 )
-def test_an_invalid_custom_number_is_refused_at_once(value: object, told: str) -> None:
+def test_an_invalid_custom_number_is_refused_at_once(value: object, message: str) -> None:
     with pytest.raises(Refused) as raised:
         StepReports(1).add({"train/a": value})
-    assert str(raised.value).startswith(f"run.log: train/a {told}")
+    assert str(raised.value).startswith(f"run.log: train/a {message}")
 
 
 @pytest.mark.parametrize("half, norm", [(False, 1.0), (True, 1.0), (True, INF)])
@@ -235,12 +237,13 @@ def test_a_custom_number_that_is_not_finite_stops_the_run(half, norm) -> None:
 
 def log_on_ranks() -> tuple[list[dict], list[str]]:
     """Rank r has r + 1 samples; then one rank leaves a name out, in the first and in a later step."""
-    state, reports = StepReports(6), []
+    state = StepReports(6)
+    reports = []
     for step in range(1, 5):
-        own = torch.arange(rank() + 1, dtype=torch.float64) + 10 * rank() + step
+        values = torch.arange(rank() + 1, dtype=torch.float64) + 10 * rank() + step
         if step != 3:
-            state.add({"train/a": own})
-        state.add({"train/late": own[:1] if step > 1 else own[:0], "train/rank": rank()})
+            state.add({"train/a": values})
+        state.add({"train/late": values[:1] if step > 1 else values[:0], "train/rank": rank()})
         post(state, step, [1.0] * (rank() + 1))
         reports += state.read()
     reports += state.settle()
@@ -259,14 +262,14 @@ def test_custom_numbers_are_of_all_ranks_and_logged_by_all(processes: Processes)
     answers = processes.run(log_on_ranks, ranks=3)
     assert answers == [answers[0]] * 3
     reports, refusals = answers[0]
-    values = [float(10 * rank + place) for rank in range(3) for place in range(rank + 1)]
+    values = [float(10 * rank + index) for rank in range(3) for index in range(rank + 1)]
     for step, logged in enumerate(reports, 1):
         assert logged["train/rank"] == 1
         assert logged.get("train/a") == (
             None if step == 3 else pytest.approx(sum(values) / 6 + step, abs=1e-12)
         )
         assert logged.get("train/late") == (10 + step if step > 1 else None)
-    for step, told in enumerate(refusals, 1):
-        assert told.startswith(
+    for step, message in enumerate(refusals, 1):
+        assert message.startswith(
             f"step {step}: run.log: train/a came from 2 of 3 processes; log it on all of them"
         )

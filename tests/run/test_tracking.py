@@ -79,10 +79,13 @@ def test_the_worst_images_are_a_table_with_pictures(launch: Launcher, tmp_path: 
 class Backend:
     """Stands for a tracker package; `open` lets it go on, `broken` makes every call fail."""
 
-    last_step, where = 0, "somewhere"
+    last_step = 0
+    where = "somewhere"
 
     def __init__(self) -> None:
-        self.open, self.broken, self.rows = threading.Event(), False, []
+        self.open = threading.Event()
+        self.broken = False
+        self.rows = []
         self.open.set()
 
     def log(self, step: int, metrics: dict) -> None:
@@ -118,8 +121,9 @@ def test_a_hanging_tracker_costs_microseconds_and_little_memory(
 ) -> None:
     monkeypatch.setattr(tracking, "MAX_WAITING", 100)
     backend.open.clear()
-    said, times = [], []
-    tracker = tracker_of(tmp_path, said.append)
+    messages = []
+    times = []
+    tracker = tracker_of(tmp_path, messages.append)
     for step in range(1, 1001):
         began = time.perf_counter()
         tracker.log(step, {"train/loss": 1.0})
@@ -127,15 +131,17 @@ def test_a_hanging_tracker_costs_microseconds_and_little_memory(
     assert statistics.median(times) < 1e-3
     began = time.perf_counter()
     tracker.finish(timeout_s=0.1)
-    assert time.perf_counter() - began < 2 and len(said) == 1
+    assert time.perf_counter() - began < 2 and len(messages) == 1
     backend.open.set()
     tracker._thread.join(10)
     assert 100 <= len(backend.rows) <= 102 and backend.exit_code == 0
 
 
 def test_one_failing_call_does_not_end_the_tracker(backend, tmp_path) -> None:
-    said, settled, row = [], threading.Event(), {"a": 1.0}
-    tracker = tracker_of(tmp_path, lambda line: (said.append(line), settled.set()))
+    messages = []
+    settled = threading.Event()
+    row = {"a": 1.0}
+    tracker = tracker_of(tmp_path, lambda line: (messages.append(line), settled.set()))
     backend.broken = True
     tracker.log(1, {})
     assert settled.wait(10)
@@ -148,39 +154,39 @@ def test_one_failing_call_does_not_end_the_tracker(backend, tmp_path) -> None:
     backend.open.set()
     tracker.finish(exit_code=1)
     assert (backend.rows, backend.exit_code) == ([(2, {"a": 1.0})], 1)
-    assert said == ["wandb failed (disk full): training continues, metrics.jsonl has every row"]
+    assert messages == ["wandb failed (disk full): training continues, metrics.jsonl has every row"]
 
 
 NOT_UPLOADED = "{0} was not uploaded to W&B: `wandb artifact put --type model {0}` does"
 
 
 def test_a_model_is_uploaded_before_the_end(backend, tmp_path) -> None:
-    said: list[str] = []
-    tracker = tracker_of(tmp_path, said.append)
+    messages: list[str] = []
+    tracker = tracker_of(tmp_path, messages.append)
     tracker.log(1, {"a": 1.0})
     tracker.finish(model=tmp_path)
     assert backend.rows == [(1, {"a": 1.0}), (0, {"model": tmp_path})]
-    assert said == [] and backend.exit_code == 0
+    assert messages == [] and backend.exit_code == 0
 
 
 @pytest.mark.parametrize("trouble", ["fails", "hangs"])
 def test_a_model_that_was_not_uploaded_is_named(backend, tmp_path, monkeypatch, trouble) -> None:
     monkeypatch.setattr(tracking, "UPLOAD_TIMEOUT_S", 0.1)
-    said: list[str] = []
-    tracker = tracker_of(tmp_path, said.append)
+    messages: list[str] = []
+    tracker = tracker_of(tmp_path, messages.append)
     if trouble == "fails":
         backend.broken = True
     else:
         backend.open.clear()
     tracker.finish(timeout_s=30 if trouble == "fails" else 0.1, model=tmp_path)
-    assert said[-1] == NOT_UPLOADED.format(tmp_path)
+    assert messages[-1] == NOT_UPLOADED.format(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["none", "tensorboard"])
 def test_a_model_goes_to_wandb_alone(tmp_path, kind: str) -> None:
-    said: list[str] = []
-    tracker_of(tmp_path, said.append, kind).finish(model=tmp_path)
-    assert said == []
+    messages: list[str] = []
+    tracker_of(tmp_path, messages.append, kind).finish(model=tmp_path)
+    assert messages == []
 
 
 def test_none_means_nothing_and_a_missing_package_is_refused(tmp_path, monkeypatch) -> None:

@@ -215,7 +215,7 @@ def test_http_ranges(server):
     assert (size, tag) == (len(DATA), '"first"')
     for start, stop in ((0, 1), (17, 60_000), (99_999, 100_000), (5, 5)):
         assert read(name, start, stop, tag) == DATA[start:stop]
-    assert len({port for _, _, port in server.asked}) == 1, "the connection is kept"
+    assert len({port for _, _, port in server.requests}) == 1, "the connection is kept"
     with pytest.raises(Refused, match=r"empty\.tar: byte 0: 416 Requested Range Not Satisfiable"):
         stat(f"{server.url}/empty.tar")
     server.tags["/a.tar"], server.files["/a.tar"] = '"second"', DATA[::-1]
@@ -241,10 +241,10 @@ def test_passing_faults(server, fault):
     server.faults["/a.tar"] = [fault] * 2
     if fault != "short":  # of one byte
         assert stat(name) == (len(DATA), '"first"')
-    asked = len(server.asked)
+    asked = len(server.requests)
     server.faults["/a.tar"] = [fault] * 2
     assert read(name, 1000, 3000, '"first"') == DATA[1000:3000]
-    assert len(server.asked) - asked >= 2
+    assert len(server.requests) - asked >= 2
     assert not server.faults["/a.tar"] or "redirect" in fault
 
 
@@ -303,8 +303,8 @@ def test_other_processes_have_their_own_connections(server):
     name = f"{server.url}/a.tar"
     asked = [(name, start, start + 5000, '"first"') for start in range(0, 94_000, 2350)]
     digest = digest_of(asked)
-    mine = {port for _, _, port in server.asked}
-    server.asked.clear()
+    mine = {port for _, _, port in server.requests}
+    server.requests.clear()
 
     def child(results) -> None:
         results.put(digest_of(asked))
@@ -318,5 +318,5 @@ def test_other_processes_have_their_own_connections(server):
     for process in children:
         process.join()
     assert found == [digest] * 2
-    assert not mine & {port for _, _, port in server.asked}
+    assert not mine & {port for _, _, port in server.requests}
     assert digest_of(asked) == digest

@@ -42,7 +42,14 @@ from tests.harness.odd_files import bounded
 from tests.harness.photographs import encoded
 from tests.harness.processes import data_workers
 from tests.harness.range_server import RangeServer
-from tests.harness.shards import COUNTS, add, draw_noise, in_order, write_parquet, write_tars
+from tests.harness.shards import (
+    COUNTS,
+    add,
+    draw_noise,
+    list_class_images,
+    write_parquet,
+    write_tars,
+)
 
 PIXEL = encoded(Image.new("RGB", (1, 1)))  # and whatever follows
 
@@ -203,7 +210,7 @@ def test_parquet_at_a_url_has_the_images_of_the_files(files, server, tmp_path):
     for folder in (f"file://{tmp_path}", f"{server.url}/parquet"):  # by fsspec, and over http
         source = read(f"{folder}/train-{{000..002}}.parquet", is_eval_only=True)[0]
         assert [source.content(index) for index in range(349)] == [
-            file.read_bytes() for file in in_order(files)
+            file.read_bytes() for file in list_class_images(files)
         ]
     assert source.name(20) == f"{server.url}/parquet/train-002.parquet: row 2 of row group 0"
     assert np.diff(source.blocks.edges).tolist() == [1, 5, 5, 5, 2] + [5] * 66 + [1]
@@ -618,9 +625,9 @@ def test_data_workers_read_a_block_hardly_more_than_once(files, server, monkeypa
     assert count > 60 and source.cache.slots == slots and source.blocks.pool == slots // 3
     assert source.notes[-1].startswith("99% of neighbours in the shards have the same class")
     assert not shard_source._describe_order(np.random.default_rng(0).choice(2, 1000, p=[0.9, 0.1]))
-    server.asked.clear()
+    server.requests.clear()
     fork, stream = multiprocessing.get_context("fork"), Stream(349, 8, 0, blocks=source.blocks)
-    together, contents = fork.Barrier(3), [file.read_bytes() for file in in_order(files)]
+    together, contents = fork.Barrier(3), [file.read_bytes() for file in list_class_images(files)]
     workers = [
         fork.Process(target=read_steps, args=(source, stream, worker, together, contents))
         for worker in range(3)
@@ -630,7 +637,7 @@ def test_data_workers_read_a_block_hardly_more_than_once(files, server, monkeypa
     for worker in workers:
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
-    asked = [(path, headers["Range"]) for path, headers, _ in server.asked]
+    asked = [(path, headers["Range"]) for path, headers, _ in server.requests]
     assert len({*asked}) == count and len(asked) <= most * count
 
 
@@ -638,13 +645,13 @@ def test_blocks_that_are_missing_together_come_in_few_answers(files, server, mon
     monkeypatch.setattr(shard_index, "_BLOCK", 2**13)
     source = read(f"{server.url}/tars/train-{{000..002}}.tar", is_eval_only=True)[0]
     (source,) = share_blocks([source], 64)
-    server.asked.clear()
+    server.requests.clear()
     source.expect(np.arange(349))
-    contents = [file.read_bytes() for file in in_order(files)]
+    contents = [file.read_bytes() for file in list_class_images(files)]
     some = source.select(np.arange(3, 349, 7)).select(np.arange(2, 40))  # they share the cache
     assert [source.content(place) for place in range(349)] == contents
     assert [some.content(place) for place in range(38)] == contents[17:283:7]
-    assert len(source.blocks.edges) - 1 > 60 and len(server.asked) <= 3 + block_cache.IN_FLIGHT
+    assert len(source.blocks.edges) - 1 > 60 and len(server.requests) <= 3 + block_cache.IN_FLIGHT
 
 
 def test_a_data_set_on_the_hub_is_read_where_it_lies(server, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.harness.forked import Ended, Forks
 from tests.harness.launching import Launcher
-from tests.harness.runs import made_once, start_tool
+from tests.harness.runs import start_tool, train_once
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def trained_classifier(launch: Launcher, tmp_path_factory) -> Path:
     """The run of the digits preset, 5 epochs, launched on two processes with data workers and W&B
     offline: top-1 98 %.
     """
-    with made_once(tmp_path_factory, "cls") as (run, is_to_be_made):
+    with train_once(tmp_path_factory, "cls") as (run, is_to_be_made):
         if is_to_be_made:
             words = ["--config", "recipes/presets/digits.yaml", "--epochs", 5, "--name", run.name]
             done = launch(
@@ -40,7 +40,7 @@ def trained_classifier(launch: Launcher, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def trained_detector(run_several, tmp_path_factory) -> Path:
     """The run of the det_digits preset, 80 steps, on two processes with data workers."""
-    with made_once(tmp_path_factory, "det") as (run, is_to_be_made):
+    with train_once(tmp_path_factory, "det") as (run, is_to_be_made):
         if is_to_be_made:
             words = [
                 "--config",

@@ -16,8 +16,8 @@ from common.classification.metrics import ClassificationCounts
 from common.detection.data.annotated import Annotated
 from common.detection.evaluation.metrics import Detections
 from common.run.past_run import PastRun
-from tests.harness.detections import awkward
-from tests.harness.runs import copied, read, refusal
+from tests.harness.detections import make_awkward_objects
+from tests.harness.runs import copy_run, read, refusal
 from tests.tools.changed import update_json
 from tools.compare import bootstrap
 from tools.compare.__main__ import main
@@ -39,7 +39,7 @@ def repeated(source: Annotated, found: list[dict], counts: np.ndarray) -> dict:
 
 def test_ap_over_resampled_images_is_cocos_of_repeated_images() -> None:
     # Crowds, an absent class, boxes turned inside out, scores tied between images.
-    source, found = awkward(3)
+    source, found = make_awkward_objects(3)
     for of_image in found:  # without ties: copies of an image change their order
         of_image["scores"] += torch.arange(len(of_image["scores"])) * 1e-5
     detections = Detections()
@@ -103,7 +103,7 @@ def test_f1_over_resampled_images_is_that_of_repeated_images() -> None:
 
 def worse(run: Path, copy: Path, noise: float) -> Path:
     """A copy of a run whose best model has other weights, another learning rate and another recipe."""
-    copied(run, copy)
+    copy_run(run, copy)
     weights, random = (
         load_file(copy / "best" / "model.safetensors"),
         torch.Generator().manual_seed(0),
@@ -131,7 +131,7 @@ def test_a_worse_classifier_is_told_from_better_and_equal_ones(
 ) -> None:
     other, copy = (
         worse(trained_classifier, tmp_path / "other", 0.8),
-        copied(trained_classifier, tmp_path / "copy"),
+        copy_run(trained_classifier, tmp_path / "copy"),
     )
     runs = (
         trained_classifier,
@@ -185,7 +185,7 @@ def test_a_worse_detector_is_told_from_a_better_one(trained_detector, tmp_path, 
 
 
 def test_what_folders_record_needs_no_model(trained_classifier, tmp_path, capsys) -> None:
-    copy, killed = copied(trained_classifier, tmp_path / "copy"), tmp_path / "killed"
+    copy, killed = copy_run(trained_classifier, tmp_path / "copy"), tmp_path / "killed"
     text, _ = compared(capsys, tmp_path / "out", trained_classifier, copy, "--recorded")
     assert (
         "configuration: what differs\n  nothing\n" in text
@@ -204,7 +204,7 @@ def test_what_folders_record_needs_no_model(trained_classifier, tmp_path, capsys
 def test_what_can_not_be_compared_is_refused_by_name(
     trained_classifier, trained_detector, scenes, tmp_path
 ) -> None:
-    boxes = copied(trained_detector, tmp_path / "boxes")
+    boxes = copy_run(trained_detector, tmp_path / "boxes")
     config = read(boxes / "best" / "run.json")["config"]
     update_json(boxes / "best" / "run.json", config=config | {"data": str(scenes)})
     text = refusal(main, trained_detector, boxes, "--workers", 0)

@@ -23,7 +23,7 @@ from common.classification.transforms import EvalTransform
 from common.errors import Refused
 from common.training import batch_norm, timm_models
 from tests.harness.launching import ROOT
-from tests.harness.runs import copied, read
+from tests.harness.runs import copy_run, read
 from tests.tools.changed import update_json
 from tools.export import classifier, formats, verify
 from tools.export.__main__ import load_task, main
@@ -48,7 +48,7 @@ def check(folder: Path, blocked: tuple[str, ...] = ()) -> subprocess.CompletedPr
 
 def test_every_format_is_the_model_that_was_measured(trained_classifier, tmp_path) -> None:
     run = tmp_path / "run"
-    copied(trained_classifier, run)
+    copy_run(trained_classifier, run)
     recorded = read(run / "best" / "results.json")
     main([str(run), "--to", "onnx", "--workers", "1"])
     for name in ("torch_export", "openvino"):

@@ -26,7 +26,7 @@ from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
 from common.run.eval_batches import EvalBatches
 from tests.harness import small_rf_detr
-from tests.harness.runs import copied, read
+from tests.harness.runs import copy_run, read
 from tests.tools.test_export import check
 from tools.export import formats, verify
 from tools.export.__main__ import load_task, main
@@ -213,7 +213,7 @@ def test_a_picture_may_show_one_object_or_none(family, thorough, tmp_path) -> No
 
 
 def test_an_export_has_the_ap_of_its_run_without_torch(trained_detector, tmp_path) -> None:
-    run = copied(trained_detector, tmp_path / "run")
+    run = copy_run(trained_detector, tmp_path / "run")
     main([str(run), "--to", "onnx", "--workers", "0"])
     folder = run / "export" / "onnx"
     about = read(folder / "export.json")

@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.harness.drawings import draw_stripes
 from tests.harness.outcomes import Outcome
-from tests.harness.runs import copied, read
+from tests.harness.runs import copy_run, read
 
 
 def report_in(folder: Path) -> dict:
@@ -156,7 +156,7 @@ PICTURES = {"predictions", "precision_recall", "confusion", "misses"}
 def test_two_ranks_leave_the_report_of_a_detector(
     trained_detector, scenes, run_several, tmp_path
 ) -> None:
-    run = copied(trained_detector, tmp_path / "run")
+    run = copy_run(trained_detector, tmp_path / "run")
     words = ["recipes/det.py", "--eval_only", run / "best", "--data", scenes, "--split", "train"]
     of_two = printed(run_several(2, {"two": words}, pictures=True)["two"])
     (folder,) = (run / "evaluation").iterdir()

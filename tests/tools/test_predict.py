@@ -25,9 +25,9 @@ from pycocotools import mask
 from common.errors import Refused
 from common.launching import launch as launching
 from tests.harness.drawings import picture, save_colours
-from tests.harness.launching import ROOT, inherited
-from tests.harness.runs import read, refusal, rows_of, start_tool
-from tests.harness.shards import in_order, write_parquet, write_tars
+from tests.harness.launching import ROOT, inherit_environment
+from tests.harness.runs import read, read_rows, refusal, start_tool
+from tests.harness.shards import list_class_images, write_parquet, write_tars
 from tools.predict.__main__ import main
 from tools.predict.images import build_file_list, build_images
 from tools.predict.listing import list_images
@@ -93,7 +93,7 @@ def of_boxes(trained_detector, tmp_path_factory) -> Path:
 def found_in(*words: object, tmp_path: Path) -> list[dict]:
     """The rows that a call in this process writes."""
     main([*map(str, words), "-o", str(tmp_path / "rows.jsonl"), "--overwrite", "--workers", "0"])
-    return rows_of(tmp_path / "rows.jsonl")
+    return read_rows(tmp_path / "rows.jsonl")
 
 
 def coco_numbers(truth: Path, found: Path, kind: str = "bbox") -> list[float]:
@@ -132,7 +132,7 @@ def test_top1_is_that_of_the_run_and_of_timm(launch, trained_classifier, digits,
         capture_output=True,
         text=True,
         check=True,
-        env=inherited() | {"OMP_NUM_THREADS": "1"},
+        env=inherit_environment() | {"OMP_NUM_THREADS": "1"},
     )
     theirs = [line.rsplit(" ", 2) for line in done.stdout.splitlines()]
     assert [(file, name) for file, name, _ in theirs] == [
@@ -159,7 +159,7 @@ def test_images_in_shards_give_the_rows_of_their_files(
     shutil.copy(next(folder.rglob("1*.png")), folder / "val" / "kept.v2.png")
     write_tars(folder, tmp_path, "train", (1, 17, 99))
     write_parquet(folder, tmp_path, "train", (1, 17, 99))
-    files = in_order(folder)
+    files = list_class_images(folder)
 
     def rows(*words: object) -> list[dict]:
         main(

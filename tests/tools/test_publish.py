@@ -17,8 +17,8 @@ from PIL import Image
 
 from common.run.folder import read_rows
 from common.run.report import FILE
-from tests.harness.launching import inherited
-from tests.harness.runs import copied, read, refusal
+from tests.harness.launching import inherit_environment
+from tests.harness.runs import copy_run, read, refusal
 from tests.tools.changed import update_json
 from tools.compare.__main__ import main as compare
 from tools.publish.__main__ import main
@@ -42,7 +42,7 @@ def shown(value) -> str:
 
 
 def ran(words: list, folder: Path) -> str:
-    environment = inherited() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = inherit_environment() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -185,7 +185,7 @@ def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier
     original = read(trained_classifier / "best/run.json")
     for number, place in enumerate(PLACES):
         run, model = (
-            copied(trained_classifier, tmp_path / f"run-{number}"),
+            copy_run(trained_classifier, tmp_path / f"run-{number}"),
             tmp_path / f"model-{number}",
         )
         flags = dict.fromkeys(texts, place)
@@ -212,7 +212,7 @@ def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier
 
 
 def test_names_in_a_card_are_no_markup(trained_classifier, tmp_path) -> None:
-    run = copied(trained_classifier, tmp_path / "<i>a|*b*")
+    run = copy_run(trained_classifier, tmp_path / "<i>a|*b*")
     odd, best = "a|b <i>*_`\n[x](https://x)", run / "best"
     names, accuracies = list("0123456789"), read(best / "results.json")["per_class"]
     names[3] = odd

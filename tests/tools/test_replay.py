@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.errors import Refused
-from tests.harness.runs import read, rows_of, start_tool
+from tests.harness.runs import read, read_rows, start_tool
 from tools.replay.replay import replay
 
 EXACT = (
@@ -29,7 +29,7 @@ def content(folder: Path) -> dict[str, str]:
 
 
 def logged(run: Path, step: int) -> dict:
-    return next(row for row in rows_of(run / "metrics.jsonl") if row["step"] == step)
+    return next(row for row in read_rows(run / "metrics.jsonl") if row["step"] == step)
 
 
 def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(
@@ -42,7 +42,7 @@ def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(
     for key in ("train/loss", "train/grad_norm", "train/lr"):
         assert numbers[key]["logged"] == logged(trained_classifier, 100)[key]
         assert numbers[key]["replayed"] == pytest.approx(numbers[key]["logged"], rel=1e-6), key
-    samples = rows_of(tmp_path / "out/samples.jsonl")
+    samples = read_rows(tmp_path / "out/samples.jsonl")
     assert [sample["position"] for sample in samples] == [*range(99 * 64, 100 * 64)]
     assert np.mean([sample["loss"] for sample in samples]) == pytest.approx(
         numbers["train/loss"]["logged"], rel=1e-6
@@ -52,7 +52,7 @@ def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(
     assert (tmp_path / "out/sheet.png").stat().st_size > 20_000
     words = ("replay", trained_classifier, "--step", 100, "-o", tmp_path / "two", "--workers", 0)
     assert "the same bits" in run_tool(2, *words)[0].stdout
-    assert rows_of(tmp_path / "two/samples.jsonl") == samples
+    assert read_rows(tmp_path / "two/samples.jsonl") == samples
     with pytest.raises(Refused, match="out exists: name another"):
         replay(trained_classifier, 100, tmp_path / "out", [], False)
     assert content(trained_classifier) == before and {path.name for path in tmp_path.iterdir()} == {
@@ -81,7 +81,7 @@ def test_a_step_of_a_detector_is_replayed_from_the_first_one(
     for key in ("train/loss", "train/loss_class", "train/loss_box", "train/grad_norm"):
         assert numbers[key]["replayed"] == pytest.approx(row[key], rel=1e-6), key
     assert numbers["train/loss"]["replayed"] == row["train/loss"]
-    samples = rows_of(tmp_path / "out/samples.jsonl")
+    samples = read_rows(tmp_path / "out/samples.jsonl")
     assert all(
         sample["boxes"] and sample["boxes"][0]["label"] in "0123456789" for sample in samples
     )

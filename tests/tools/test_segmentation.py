@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.harness.runs import refusal, rows_of, start_tool
+from tests.harness.runs import read_rows, refusal, start_tool
 from tools.audit.__main__ import main as audit
 from tools.compare.__main__ import main as compare
 from tools.export import segmenter, verify
@@ -133,7 +133,7 @@ def test_a_replay_shows_the_samples_and_losses_of_a_step(run, forks, tmp_path) -
     numbers = json.loads((output / "step.json").read_text())["numbers"]["train/loss"]
     # Two processes made the run, and one repeats it: the numbers agree but for rounding.
     assert numbers["replayed"] == pytest.approx(numbers["logged"], rel=1e-5)
-    losses = [sample["loss"] for sample in rows_of(output / "samples.jsonl")]
+    losses = [sample["loss"] for sample in read_rows(output / "samples.jsonl")]
     assert len(losses) == 8 and np.mean(losses) == pytest.approx(numbers["logged"], rel=1e-5)
 
 

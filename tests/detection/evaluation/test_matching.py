@@ -5,19 +5,19 @@ import warnings
 import pytest
 
 from common.detection.evaluation.matching import NO_OBJECT
-from tests.harness.detections import A, B, moved, one_image
+from tests.harness.detections import A, B, match_one_image, shift_box
 
 
 def test_each_kind_of_mistake_is_told_apart() -> None:
     found = [
         (A, 0.9, 0),  # right
-        (moved(A, 3), 0.8, 0),  # the same again
+        (shift_box(A, 3), 0.8, 0),  # the same again
         (B, 0.7, 2),  # the dog taken for a cow
-        (moved(B, 12), 0.65, 1),  # a dog, but beside it
+        (shift_box(B, 12), 0.65, 1),  # a dog, but beside it
         ((0, 90, 10, 100), 0.6, 0),  # nothing there
         ((0, 60, 10, 70), 0.05, 0),  # not sure enough to count
     ]
-    matches = one_image([(A, 0, False), (B, 1, False), ((85, 0, 95, 10), 1, False)], found)
+    matches = match_one_image([(A, 0, False), (B, 1, False), ((85, 0, 95, 10), 1, False)], found)
     matches.threshold = 0.5
     # The cow and the misplaced dog are of one object: the surer one stands for both.
     assert [
@@ -38,7 +38,7 @@ def test_each_kind_of_mistake_is_told_apart() -> None:
 
 
 def test_a_detection_of_the_right_class_comes_first() -> None:
-    matches = one_image([(A, 0, False)], [(A, 0.9, 1), (A, 0.8, 0)])
+    matches = match_one_image([(A, 0, False)], [(A, 0.9, 1), (A, 0.8, 0)])
     assert matches.compute_confusion()[0].tolist() == [1, 0, 0, 0] and matches.compute_confusion()[
         3
     ].tolist() == [
@@ -47,7 +47,7 @@ def test_a_detection_of_the_right_class_comes_first() -> None:
         0,
         0,
     ]
-    twice = one_image([(A, 0, False), (A, 0, False)], [(A, 0.9, 0)])
+    twice = match_one_image([(A, 0, False), (A, 0, False)], [(A, 0.9, 0)])
     assert twice.hits.tolist() == [1], "of equal objects the last, as COCO"
 
 
@@ -62,13 +62,15 @@ def test_the_threshold_is_the_score_of_the_best_f1() -> None:
     objects = [(A, 0, False), (B, 1, False)]
     # 0.9: 2 * 1 / (1 + 2); 0.6: 2 * 2 / (3 + 2), as both of that score come together; 0.3: 2 * 2 /
     # (5 + 2)
-    assert one_image(objects, scores).threshold == pytest.approx(0.6)
+    assert match_one_image(objects, scores).threshold == pytest.approx(0.6)
     wrong = [((0, top, 5, top + 5), 0.6, 0) for top in (70, 80, 90)]
     # 0.9: 2 * 1 / (1 + 2); 0.6: 2 * 2 / (5 + 2), though the first of that score alone would make
     # both right
-    assert one_image(objects, [(A, 0.9, 0), (B, 0.6, 1), *wrong]).threshold == pytest.approx(0.9)
-    assert one_image(objects, scores[1:2] + scores[3:]).threshold == 0.5  # nothing is right
-    assert one_image(objects, []).threshold == one_image([], scores).threshold == 0.5
+    assert match_one_image(objects, [(A, 0.9, 0), (B, 0.6, 1), *wrong]).threshold == pytest.approx(
+        0.9
+    )
+    assert match_one_image(objects, scores[1:2] + scores[3:]).threshold == 0.5  # nothing is right
+    assert match_one_image(objects, []).threshold == match_one_image([], scores).threshold == 0.5
 
 
 def test_each_class_has_the_threshold_of_its_own_best_f1() -> None:
@@ -76,7 +78,7 @@ def test_each_class_has_the_threshold_of_its_own_best_f1() -> None:
     # The right one of 0.6 scores as much as the false one: both or neither.
     found = [(A, 0.9, 0), ((0, 90, 10, 100), 0.6, 0), (B, 0.6, 0)]
     found += [(A, 0.8, 1), ((0, 0, 9, 9), 0.3, 1), ((0, 0, 9, 9), 0.2, 1)]
-    cat, dog, cow = one_image(objects, found).class_results
+    cat, dog, cow = match_one_image(objects, found).class_results
     assert cat == pytest.approx(
         {"threshold": 0.6, "precision": 2 / 3, "recall": 1, "f1": 4 / 5, "objects": 2}
     )
@@ -86,8 +88,10 @@ def test_each_class_has_the_threshold_of_its_own_best_f1() -> None:
     assert cow == {"threshold": None, "precision": None, "recall": 0, "f1": None, "objects": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        in_crowd = one_image([((0, 0, 100, 40), 0, True)], [((0, 0, 10, 10), 0.9, 0)]).class_results
-        assert [row["recall"] for row in in_crowd] == [None] * 3 and one_image(
+        in_crowd = match_one_image(
+            [((0, 0, 100, 40), 0, True)], [((0, 0, 10, 10), 0.9, 0)]
+        ).class_results
+        assert [row["recall"] for row in in_crowd] == [None] * 3 and match_one_image(
             [], []
         ).class_results == in_crowd
 
@@ -95,13 +99,13 @@ def test_each_class_has_the_threshold_of_its_own_best_f1() -> None:
 def test_crowd_regions_are_neither_missed_nor_background() -> None:
     crowd = (0, 0, 100, 40)
     inside = ((0, 0, 10, 10), 0.9, 0)
-    matches = one_image([(crowd, 0, True), (B, 1, False)], [inside, (B, 0.8, 1)])
+    matches = match_one_image([(crowd, 0, True), (B, 1, False)], [inside, (B, 0.8, 1)])
     assert (
         matches.compute_confusion().sum() == 1
         and not matches.find_misses(9)
         and not matches.find_false_alarms(9)
     )
-    other_class = one_image(
+    other_class = match_one_image(
         [(crowd, 0, True), (B, 1, False)], [((0, 0, 10, 10), 0.9, 2), (B, 0.8, 1)]
     )
     assert [alarm.kind for alarm in other_class.find_false_alarms(9)] == ["background"]

@@ -20,28 +20,28 @@ from tests.harness.annotations import annotation, coco, picture
 from tests.harness.detections import (
     CLASSES,
     A,
-    awkward,
     boxes_in_coco,
     columns,
-    hits_of,
-    of_pycocotools,
+    evaluate_with_pycocotools,
+    get_hits,
+    make_awkward_objects,
 )
 from tools.compare.average_precision import AveragePrecision
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
-    source, found = awkward(seed)
+    source, found = make_awkward_objects(seed)
     detections = Detections()
     detections.update(range(21), found)
     results = detections.results(source)
     images, rows = detections.to_arrays()
-    expected = of_pycocotools(
+    expected = evaluate_with_pycocotools(
         metrics.build_coco_annotations(source), boxes_in_coco(source.image_ids, images, rows)
     )
     hits = Matches(source, images, rows).hits
     assert (hits == IN_CROWD).any() and (hits >= 0).any()
-    np.testing.assert_array_equal(hits, hits_of(expected, len(rows)))
+    np.testing.assert_array_equal(hits, get_hits(expected, len(rows)))
     for name, value in zip(NAMES, expected.stats, strict=True):
         assert (-1 if results[name] is None else results[name]) == pytest.approx(
             value, abs=1e-12
@@ -56,8 +56,8 @@ def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     assert (detections.precision[0] == -1).all() and present.shape == (3, 101)
     assert present.mean() == pytest.approx(results["AP50"], abs=1e-12)
     rows[:, 5] = 1  # more than count of a class in an image
-    expected = hits_of(
-        of_pycocotools(
+    expected = get_hits(
+        evaluate_with_pycocotools(
             metrics.build_coco_annotations(source), boxes_in_coco(source.image_ids, images, rows)
         ),
         len(rows),
@@ -70,7 +70,7 @@ def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
 
 
 def test_ids_of_64_bits_change_no_number() -> None:
-    source, found = awkward(0)
+    source, found = make_awkward_objects(0)
     results = []
     for shift in (0, 2**62, -(2**62)):
         detections = Detections()
@@ -110,7 +110,9 @@ def test_more_than_100_objects_are_counted_as_pycocotools_does() -> None:
     detections.update(range(2), found)
     results = detections.results(source)
     boxes = boxes_in_coco(source.image_ids, *detections.to_arrays())
-    expected = of_pycocotools(metrics.build_coco_annotations(source), boxes, max_detections=121)
+    expected = evaluate_with_pycocotools(
+        metrics.build_coco_annotations(source), boxes, max_detections=121
+    )
     precision = expected.eval["precision"][:, :, 0, 0, -1]
     assert precision.mean() < 0.99 and results["AP"] == precision.mean()
     assert results["AR100"] == expected.eval["recall"][:, 0, 0, -1].mean()
@@ -217,12 +219,12 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
     ]
     content = json.loads((tmp_path / "val.json").read_text())
     for prefix, rows, kind in (("", boxes, "bbox"), ("mask_", masks, "segm")):
-        expected = of_pycocotools(content, rows, kind)
+        expected = evaluate_with_pycocotools(content, rows, kind)
         for name, value in zip(NAMES, expected.stats, strict=True):
             mine = results[prefix + name]
             assert (-1 if mine is None else mine) == pytest.approx(value, abs=1e-12), prefix + name
         if not prefix:
-            hits = hits_of(expected, len(rows))
+            hits = get_hits(expected, len(rows))
             assert (hits == NO_OBJECT).any() and (hits >= 0).any()
             np.testing.assert_array_equal(Matches(source, images, columns).hits, hits)
     assert processes.run(rank_evaluates, source, found, ranks=3) == [results] * 3
@@ -232,10 +234,12 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
     evaluation.write_predictions(tmp_path)
     written = json.loads((tmp_path / "predictions.json").read_text())
     assert len(written) == len(boxes)
-    assert of_pycocotools(content, written).stats[0] == pytest.approx(results["AP"], abs=1e-12)
+    assert evaluate_with_pycocotools(content, written).stats[0] == pytest.approx(
+        results["AP"], abs=1e-12
+    )
     for result in written:
         del result["bbox"]  # else pycocotools judges masks by its area
-    expected = of_pycocotools(content, written, "segm").stats[0]
+    expected = evaluate_with_pycocotools(content, written, "segm").stats[0]
     assert expected == pytest.approx(results["mask_AP"], abs=1e-12)
 
 

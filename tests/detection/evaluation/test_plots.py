@@ -12,8 +12,8 @@ from common.detection.evaluation import plots
 from common.detection.evaluation.matching import Matches
 from common.detection.evaluation.metrics import Detections
 from common.run.plots import BLUE, GREY, ORANGE
-from tests.harness.detections import awkward
-from tests.harness.pictures import drawn, has
+from tests.harness.detections import make_awkward_objects
+from tests.harness.pictures import has_colour, read_picture
 
 
 class Plain(Annotated):
@@ -35,23 +35,25 @@ NAMES = tuple(f"$class_{{{number}}}$ 猫 of a long and winding name" for number 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_picture_is_drawn_of_anything(case: str, tmp_path: Path) -> None:
-    found, source = Detections(), Plain(**vars(awkward(0)[0]) | {"classes": NAMES})
-    found.update(range(21), awkward(0)[1])
+    found, source = Detections(), Plain(**vars(make_awkward_objects(0)[0]) | {"classes": NAMES})
+    found.update(range(21), make_awkward_objects(0)[1])
     images, rows = found.to_arrays()
     fewest = np.sort(np.argsort(np.diff(source.offsets), kind="stable")[: CASES[case]])
     kept = np.isin(images, fewest)
     matches = Matches(source.select(fewest), np.searchsorted(fewest, images[kept]), rows[kept])
     path = tmp_path / "pictures" / "a.png"
     plots.draw_predictions(matches, path)
-    pixels = drawn(path)
+    pixels = read_picture(path)
     assert not len(matches.source.boxes) or any(
-        has(pixels, colour) for colour in (BLUE, ORANGE, GREY)
+        has_colour(pixels, colour) for colour in (BLUE, ORANGE, GREY)
     )
     assert max(pixels.shape[:2]) < 3000
     plots.draw_confusion(matches, source.classes, path)
-    drawn(path)
+    read_picture(path)
     plots.draw_mistakes(matches, path)
-    assert has(drawn(path), ORANGE) == (matches.is_missed.any() or matches.num_false_alarms > 0)
+    assert has_colour(read_picture(path), ORANGE) == (
+        matches.is_missed.any() or matches.num_false_alarms > 0
+    )
 
 
 @pytest.mark.parametrize("classes", [1, 21])
@@ -62,6 +64,6 @@ def test_precision_over_recall_is_drawn_for_any_classes(tmp_path: Path, classes:
     plots.draw_precision_recall(
         falling, [f"class $_{number} 猫" * 4 for number in range(classes)], path
     )
-    assert has(drawn(path), BLUE)
+    assert has_colour(read_picture(path), BLUE)
     plots.draw_precision_recall(falling * 0 - 1, ["a"] * classes, path)  # nothing to find
-    assert not has(drawn(path), BLUE)
+    assert not has_colour(read_picture(path), BLUE)

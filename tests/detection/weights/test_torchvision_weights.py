@@ -18,9 +18,9 @@ from common.config.parsing import parse
 from common.detection.batches import DetectionBatch
 from common.detection.weights import sources, torchvision_weights
 from common.errors import Refused
-from tests.harness.several import load
+from tests.harness.several import load_recipe
 
-RECIPE = load(Path("recipes/det.py"))
+RECIPE = load_recipe(Path("recipes/det.py"))
 # The others have the most parts of their own.
 LONG = ("retinanet_resnet50_fpn", "maskrcnn_resnet50_fpn")
 LONG += ("fasterrcnn_resnet50_fpn", "fasterrcnn_resnet50_fpn_v2")
