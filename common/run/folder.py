@@ -169,7 +169,8 @@ def _append(file: io.FileIO, text: str) -> None:
 
     Unbuffered: buffered text is lost in a kill, and on a full disk raises again at close.
     """
-    data, before = text.encode(), os.fstat(file.fileno()).st_size
+    data = text.encode()
+    before = os.fstat(file.fileno()).st_size
     if file.write(data) != len(data):
         file.truncate(before)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

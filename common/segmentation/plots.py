@@ -11,7 +11,9 @@ from common.segmentation.masks import IGNORED
 from common.segmentation.source import Masked
 
 NUM_COLUMNS = 6  # of a sheet
-_RIGHT, _WRONG, _UNLABELLED = (0, 114, 178), (213, 94, 0), (228, 228, 228)
+_RIGHT = (0, 114, 178)
+_WRONG = (213, 94, 0)
+_UNLABELLED = (228, 228, 228)
 
 
 def draw_predictions(

@@ -36,9 +36,12 @@ ENTRY = np.dtype(
 FORMAT = 5  # to be raised when the content of the index changes
 # Of the table of a shard: the column of entries, that of images' headers, and its metadata about
 # samples left out.
-ENTRIES, HEADER, LEFT_OUT = "entries", "header of the image", b"samples left out"
+ENTRIES = "entries"
+HEADER = "header of the image"
+LEFT_OUT = b"samples left out"
 _MAX_IMAGE = 2**30  # bytes of an image's file; larger ones are left out
-_LOCAL_BUFFER, _REMOTE_BUFFER = 2**12, 2**20  # bytes that are read at once of a tar
+_LOCAL_BUFFER = 2**12
+_REMOTE_BUFFER = 2**20  # bytes that are read at once of a tar
 # Shards that a rank reads in one turn; after each turn all ranks share what they have read.
 _AT_ONCE = 8
 _PATIENCE_S = 10.0  # until progress is shown, and between two times

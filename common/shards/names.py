@@ -130,7 +130,8 @@ def _list_choices(text: str, pattern: str) -> list[str]:
     ends = re.fullmatch(r"(\d+)\.\.(\d+)", text)
     if not ends:
         return text.split(",")
-    first, last = int(ends[1]), int(ends[2])
+    first = int(ends[1])
+    last = int(ends[2])
     if not 0 <= last - first < _MAX_RANGE:
         raise Refused(
             f"{redact_name(pattern)}: {{{text}}} has to count up, by at most {_MAX_RANGE:,}"

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 180.0  # for all attempts at a range
 START_PATIENCE_S = 30.0  # the same for `stat`, since a name may be mistyped
-FIRST_WAIT_S, MAX_WAIT_S = 0.5, 15.0
+FIRST_WAIT_S = 0.5
+MAX_WAIT_S = 15.0
 CONNECT_S = 10.0  # until a server counts as gone
 SILENCE_S = 20.0  # between two pieces of an answer
 _CHECK_S = 60.0  # how often a file is compared with its tag if that takes a request of its own

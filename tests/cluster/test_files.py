@@ -12,7 +12,7 @@ from tests.harness.launching import ROOT
 
 def test_scripts_and_the_shell_lines_of_a_pod_pass_shellcheck(tmp_path) -> None:
     require_package("shellcheck")
-    scripts = [*(ROOT / "cluster").rglob("*.sh")]
+    scripts = list((ROOT / "cluster").rglob("*.sh"))
     assert ROOT / "cluster/ssh/train.sh" in scripts
     [container] = documents()["Job"]["spec"]["template"]["spec"]["containers"]
     scripts.append(tmp_path / "pod.sh")

@@ -86,7 +86,8 @@ class Slurm:
     """The commands of a cluster, given on its first machine."""
 
     def __init__(self, first: Node, folder: Path) -> None:
-        self._first, self._folder = first, folder
+        self._first = first
+        self._folder = folder
 
     def __call__(
         self, *words: object, env: Mapping[str, str] | None = None, check: bool = True
@@ -115,7 +116,9 @@ class Job:
     """A batch job, or one task of an array."""
 
     def __init__(self, slurm: Slurm, number: str, output: Path) -> None:
-        self.slurm, self.number, self.output = slurm, number, output
+        self.slurm = slurm
+        self.number = number
+        self.output = output
 
     def show(self) -> dict[str, str]:
         """What SLURM knows of it, such as JobState, Restarts, ExitCode."""
@@ -215,7 +218,8 @@ class Held:
         self, slurm: Slurm, folder: Path, *flags: object, script: str, config: str = ""
     ) -> None:
         """`flags` are sbatch's. A script that uses accelerate launch also takes `config`."""
-        self.run, self._signs = folder / script, folder / f"{script}.held"
+        self.run = folder / script
+        self._signs = folder / f"{script}.held"
         self._signs.mkdir()
         words = ["--config_file", f"accelerate_configs/{config}.yaml"] if config else []
         words += ["tests/harness/held.py", "recipes/cls.py", *WORDS, "--seed", 1]
@@ -227,13 +231,16 @@ class Held:
 
     def waits(self) -> None:
         """Return when both processes wait."""
-        self.job.until(lambda _: len([*self._signs.iterdir()]) == 2, "at the step where it waits")
+        self.job.until(
+            lambda _: len(list(self._signs.iterdir())) == 2, "at the step where it waits"
+        )
 
     def assert_resumed(self, by: str, layout: str, undisturbed: Outcome) -> None:
         """The run was stopped `by` one signal, resumed from the step it had come to, and ended as
         the undisturbed one.
         """
-        known, text = self.job.end(), self.job.text()
+        known = self.job.end()
+        text = self.job.text()
         assert (known["JobState"], known["Restarts"]) == ("COMPLETED", "1"), text
         assert f"2 processes on {layout}" in text
         stop = re.search(rf"stopped by {by} at step (\d+)", text)
@@ -284,7 +291,8 @@ def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path):
     held = Held(slurm, tmp_path, script="one_machine.sh", config="multi_cpu")
     held.waits()
     slurm("scancel", held.job.number)
-    known, text = held.job.end(), held.job.text()
+    known = held.job.end()
+    text = held.job.text()
     assert (known["JobState"], known["Restarts"]) == (
         "CANCELLED",
         "0",

@@ -13,7 +13,8 @@ SHARES = (1, 5, 3)  # samples per rank of the whole batch of 9
 
 def outcome(norm: nn.Module, x: torch.Tensor, first: int) -> dict[str, torch.Tensor]:
     """What two training steps and an evaluation leave. The loss weights each sample differently."""
-    norm, seen = norm.double(), {}
+    norm = norm.double()
+    seen = {}
     nn.init.normal_(norm.weight, 1.0, 0.3, generator=torch.Generator().manual_seed(0))
     weights = torch.arange(first, first + len(x), dtype=x.dtype).view(-1, 1, 1, 1)
     for step in range(2):

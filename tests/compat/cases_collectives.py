@@ -40,12 +40,15 @@ def same(actual: torch.Tensor, expected: torch.Tensor, **tolerances: float) -> N
 
 
 def test_reductions() -> None:
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     for dtype in (*FLOATS, *INTEGERS):
         close = {"rtol": 1e-2} if dtype in FLOATS[:2] else {"rtol": 1e-6}
         for shape in SHAPES:
-            own, everyone = draw(rank, shape, dtype), of_all(shape, torch.float64)
-            total, before = everyone.sum(0), own.clone()
+            own = draw(rank, shape, dtype)
+            everyone = of_all(shape, torch.float64)
+            total = everyone.sum(0)
+            before = own.clone()
             average = total / size
             same(hvd.allreduce(own, op=hvd.Sum), total.to(dtype))
             same(
@@ -59,7 +62,8 @@ def test_reductions() -> None:
             same(own, before)  # not modified
             assert hvd.allreduce_(own, op=hvd.Sum) is own
             same(own, total.to(dtype))
-    own, total = draw(rank, (3, 4)), of_all((3, 4)).sum(0)
+    own = draw(rank, (3, 4))
+    total = of_all((3, 4)).sum(0)
     same(hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), total * 1.5)
     same(
         hvd.allreduce(own, prescale_factor=0.5, postscale_factor=3.0), total * 1.5 / size, rtol=1e-6
@@ -82,8 +86,10 @@ def test_reductions() -> None:
 
 
 def test_layouts() -> None:
-    rank, size = hvd.rank(), hvd.size()
-    base, everyone = draw(rank, (4, 6)), of_all((4, 6))
+    rank = hvd.rank()
+    size = hvd.size()
+    base = draw(rank, (4, 6))
+    everyone = of_all((4, 6))
     for view in (lambda t: t.mT, lambda t: t[..., ::2], lambda t: t[..., :1].expand(*t.shape)):
         same(hvd.allreduce(view(base), op=hvd.Sum), view(everyone).sum(0))
         same(
@@ -103,7 +109,8 @@ def test_layouts() -> None:
 
 
 def test_groups() -> None:
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     kinds = [
         ((3,), torch.float32),
         ((), torch.int64),
@@ -134,9 +141,15 @@ def test_groups() -> None:
 
 
 def test_movements() -> None:
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     for dtype in (*FLOATS, *INTEGERS, torch.bool, torch.complex64):
-        for rows in ([2] * size, [*range(size)], [0] * size, [3 * (r == 1) for r in range(size)]):
+        for rows in (
+            [2] * size,
+            list(range(size)),
+            [0] * size,
+            [3 * (r == 1) for r in range(size)],
+        ):
             expected = torch.cat([draw(r, (rows[r], 3), dtype) for r in range(size)])
             same(hvd.allgather(draw(rank, (rows[rank], 3), dtype)), expected)
         for shape in SHAPES:
@@ -186,7 +199,8 @@ def test_movements() -> None:
 
 def test_handles_in_any_order() -> None:
     """Every rank asks in an order of its own; results come to the right handles."""
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     calls = {
         f"tensor {n}": (
             lambda name, n=n: hvd.allreduce_async(
@@ -215,7 +229,7 @@ def test_handles_in_any_order() -> None:
             row,
         ),
     }
-    order = [*calls]
+    order = list(calls)
     random.Random(rank).shuffle(order)
     given = {name: calls[name][0](name) for name in order}
     random.Random(rank + 9).shuffle(order)
@@ -227,7 +241,8 @@ def test_handles_in_any_order() -> None:
 
 def test_gradients() -> None:
     """Gradients by the documented rules, from outputs' gradients that differ between ranks."""
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
 
     def gradient(function, tensor: torch.Tensor, factor: float) -> torch.Tensor:
         leaf = tensor.double().requires_grad_()
@@ -241,8 +256,10 @@ def test_gradients() -> None:
     def weights(*shape: int) -> torch.Tensor:
         return torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=torch.float64).view(shape)
 
-    own, factors = draw(rank, (3, 2)), [r + 1.0 for r in range(size)]
-    total, factor = sum(factors), factors[rank]
+    own = draw(rank, (3, 2))
+    factors = [r + 1.0 for r in range(size)]
+    total = sum(factors)
+    factor = factors[rank]
     same(gradient(lambda t: hvd.allreduce(t, op=hvd.Sum), own, factor), weights(3, 2) * total)
     same(gradient(hvd.allreduce, own, factor), weights(3, 2) * total / size)
     scaled = gradient(
@@ -307,7 +324,9 @@ def test_refusals() -> None:
     """What is wrong on this rank alone is refused there, before anything is sent; a restart would
     mend none of it.
     """
-    ones, rows, size = torch.ones(2), torch.ones(2, 3), hvd.size()
+    ones = torch.ones(2)
+    rows = torch.ones(2, 3)
+    size = hvd.size()
     rest = [0] * (size - 1)
     cases = (
         ("can't be reduced", lambda: hvd.allreduce(ones.to(torch.complex64))),

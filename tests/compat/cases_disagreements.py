@@ -73,14 +73,15 @@ def test_a_disagreement_is_told_to_all_ranks(what: str) -> None:
     with pytest.raises(hvd.HorovodInternalError, match=message) as raised:
         call(hvd.rank() == 2)
     texts = hvd.allgather(
-        torch.tensor([*str(raised.value).encode().ljust(600)], dtype=torch.uint8).view(1, -1)
+        torch.tensor(list(str(raised.value).encode().ljust(600)), dtype=torch.uint8).view(1, -1)
     )
     assert torch.equal(texts, texts[:1].expand_as(texts))
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [3] * 2
 
 
 def test_names_in_flight() -> None:
-    rank, one = hvd.rank(), torch.ones(2)
+    rank = hvd.rank()
+    one = torch.ones(2)
     if rank == 0:  # the others have not asked for it yet
         handle = hvd.allreduce_async(one, name="busy")
         for call in (
@@ -100,7 +101,8 @@ def test_names_in_flight() -> None:
 
 def test_ranks_with_more_or_less_data_join() -> None:
     """Ranks with more or less data: rank r has r batches. Those that have joined supply zeros."""
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     for round_number in range(2):
         for batch in range(rank):
             active = size - 1 - batch  # ranks batch + 1 and above

@@ -37,7 +37,8 @@ def test_restored_as_committed() -> None:
     assert (state.epoch, state.word) == (3, "0")
     assert torch.equal(*hvd.allgather(state.model.weight.detach()).split(1)[:2])
     before = train(state)
-    state.epoch, rate = 4, state.optimizer.param_groups[0]["lr"]
+    state.epoch = 4
+    rate = state.optimizer.param_groups[0]["lr"]
     state.history.append(2)
     state.commit()
     for _ in range(2):  # training after a restore does not change the commit
@@ -57,7 +58,9 @@ def test_restored_as_committed() -> None:
 
 
 def test_repeated_after_failures() -> None:
-    state, calls, resets = made(step=0), [], []
+    state = made(step=0)
+    calls = []
+    resets = []
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 
     @hvd.elastic.run
@@ -90,26 +93,29 @@ def test_repeated_after_failures() -> None:
 
 def test_the_sampler_deals_out_the_rest() -> None:
     """Batches of 3 per rank of 20 samples: what is left after two is dealt out again."""
-    data, size = range(20), hvd.size()
-    everyone = lambda sampler: [index for own in hvd.allgather_object([*sampler]) for index in own]  # noqa: E731
+    data = range(20)
+    size = hvd.size()
+    everyone = lambda sampler: [
+        index for own in hvd.allgather_object(list(sampler)) for index in own
+    ]
     for shuffle in (False, True):
         sampler = hvd.elastic.ElasticSampler(data, shuffle=shuffle, seed=3)
-        assert set(everyone(sampler)) == {*data} and len([*sampler]) == len(sampler) == -(
+        assert set(everyone(sampler)) == set(data) and len(list(sampler)) == len(sampler) == -(
             -20 // size
         )
-        done = {index for own in hvd.allgather_object([*sampler][:6]) for index in own}
+        done = {index for own in hvd.allgather_object(list(sampler)[:6]) for index in own}
         for batch in range(2):
             sampler.record_batch(batch, 3)
         other = hvd.elastic.ElasticSampler(data, shuffle=shuffle, seed=3)
         other.load_state_dict(sampler.state_dict())
-        assert set(everyone(other)) == {*data} - done
+        assert set(everyone(other)) == set(data) - done
         order = everyone(sampler)
         sampler.set_epoch(1)
-        assert set(everyone(sampler)) == {*data} and (everyone(sampler) != order) == shuffle
+        assert set(everyone(sampler)) == set(data) and (everyone(sampler) != order) == shuffle
         sampler.record_batch(0, 20)
         sampler.reset()
-        assert [*sampler] == [] and len(sampler) == 0
-    assert [*hvd.elastic.ElasticSampler(range(1))] == [0]  # fewer samples than ranks: repeated
+        assert list(sampler) == [] and len(sampler) == 0
+    assert list(hvd.elastic.ElasticSampler(range(1))) == [0]  # fewer samples than ranks: repeated
 
 
 class Odd:
@@ -120,10 +126,11 @@ def test_commits_on_disk() -> None:
     """What does not fit to a script or can't be kept is refused. That a later start continues:
     test_elastic.py.
     """
-    state, other = made(epoch=1), hvd.elastic.TorchState(nn.Linear(2, 1), other=1)
+    state = made(epoch=1)
+    other = hvd.elastic.TorchState(nn.Linear(2, 1), other=1)
     state.commit()
     hvd.barrier()
-    assert state._path.exists() and not [*state._path.parent.glob(".*")]
+    assert state._path.exists() and not list(state._path.parent.glob(".*"))
     other._path = state._path
     text = "holds epoch, model, optimizer, scaler, schedule, and this script's state model"
     with pytest.raises(ValueError, match=text):

@@ -53,7 +53,7 @@ def test_parameters() -> None:
     forms = (
         lambda model: model.state_dict(),
         lambda model: [*model.named_parameters(), ("nothing", None)],
-        lambda model: [*model.parameters()],
+        lambda model: list(model.parameters()),
     )
     for number, form in enumerate(forms):
         model = model_of(hvd.rank())
@@ -91,7 +91,8 @@ def test_optimizer_states() -> None:
                 if number % 2
                 else optimizer
             )
-            before, groups = copy.deepcopy(used.state_dict()), used.param_groups
+            before = copy.deepcopy(used.state_dict())
+            groups = used.param_groups
             hvd.broadcast_optimizer_state(used, root_rank=0)
             after = used.state_dict()
             assert used.param_groups is groups and bool(after["state"]) == on_root
@@ -107,7 +108,8 @@ class Stranger:
 
 
 def test_objects() -> None:
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     item = {
         "a": [1, 2.5, None],
         "t": torch.arange(3),
@@ -127,7 +129,8 @@ def test_objects() -> None:
 
 
 def test_disagreements() -> None:
-    other, model = min(hvd.rank(), 1), model_of(0)
+    other = min(hvd.rank(), 1)
+    model = model_of(0)
     made = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
     cases = {
         "types of tensors differ: only 0: .* and None on ranks 0 and 1": lambda: (

@@ -114,9 +114,9 @@ def trained(
         **options,
     )
     assert type(optimizer).__name__ == type(make(model.parameters())).__name__
-    assert [*optimizer._parameter_names] == [*model.parameters()]
+    assert list(optimizer._parameter_names) == list(model.parameters())
     if named:
-        assert [*optimizer._parameter_names.values()] == [
+        assert list(optimizer._parameter_names.values()) == [
             name for name, _ in model.named_parameters()
         ]
     for step in range(STEPS):
@@ -369,7 +369,7 @@ def test_disagreements() -> None:
 def test_refusals() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    named = [*model.named_parameters()]
+    named = list(model.named_parameters())
     with pytest.raises(
         NotImplementedError, match=r"Average, with the learning rate for it, or hvd\.Sum"
     ):
@@ -377,7 +377,7 @@ def test_refusals() -> None:
     for text, options in {
         "unique. Found duplicates: weight": {"named_parameters": [*named, named[0]]},
         "1 parameters of the optimizer were not named": {"named_parameters": named[:1]},
-        r"pairs \(name, parameter\)": {"named_parameters": [*model.parameters()]},
+        r"pairs \(name, parameter\)": {"named_parameters": list(model.parameters())},
         "needs op Average": {"gradient_predivide_factor": 2.0, "op": hvd.Sum},
         "must be > 0": {"backward_passes_per_step": 0},
     }.items():

@@ -48,7 +48,8 @@ def test_what_is_in_flight_at_the_end_is_finished() -> None:
     shut down.
     """
     hvd.init()
-    tensor, size = torch.ones(3), hvd.size()
+    tensor = torch.ones(3)
+    size = hvd.size()
     hvd.allreduce(torch.ones(1), name="now")
     hvd.allreduce_async(torch.ones(2), name="left")  # never asked for
     if hvd.rank() == 0:
@@ -69,7 +70,8 @@ def test_what_is_in_flight_at_the_end_is_finished() -> None:
 def test_in_a_group_of_the_script() -> None:
     """It is used, with its ranks, and is left as it was."""
     group = torch.distributed
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     address = f"tcp://127.0.0.1:{os.environ['SECOND_PORT']}"
     group.init_process_group("gloo", init_method=address, rank=size - 1 - rank, world_size=size)
     hvd.init()
@@ -85,11 +87,13 @@ def test_in_a_group_of_the_script() -> None:
 
 def test_process_sets() -> None:
     """Sets that overlap, given to init or added later, in all collectives."""
-    evens, odds = hvd.ProcessSet([2, 0]), hvd.ProcessSet([1])
+    evens = hvd.ProcessSet([2, 0])
+    odds = hvd.ProcessSet([1])
     with pytest.raises(ValueError, match="not initialized"):
         evens.size()
     hvd.init(process_sets=[evens, odds])
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     assert (evens.ranks, evens.process_set_id, odds.process_set_id) == ([0, 2], 1, 2)
     own, other = (evens, odds) if rank % 2 == 0 else (odds, evens)
     assert own.included() and not other.included()

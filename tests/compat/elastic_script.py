@@ -15,8 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import compat.horovod as hvd
 
-SAMPLES, GLOBAL_BATCH, EPOCHS = 50, 8, 3
-folder, kills = Path(sys.argv[1]), sys.argv[2:]
+SAMPLES = 50
+GLOBAL_BATCH = 8
+EPOCHS = 3
+folder = Path(sys.argv[1])
+kills = sys.argv[2:]
 
 hvd.init()
 torch.manual_seed(hvd.rank())  # rank 0's weights are broadcast

@@ -11,7 +11,9 @@ import torch
 from tests.harness.launching import Launcher
 
 SCRIPT = Path(__file__).with_name("elastic_script.py")
-SAMPLES, EPOCHS, STEPS = 50, 3, 21  # 7 steps of at most 8 samples in an epoch
+SAMPLES = 50
+EPOCHS = 3
+STEPS = 21  # 7 steps of at most 8 samples in an epoch
 
 
 def weights(folder: Path) -> list[torch.Tensor]:
@@ -23,13 +25,15 @@ def test_kills_and_another_number_of_processes_change_nothing(launch: Launcher, 
     """Rank 1 of 2 is killed in mid-epoch, and the launcher replaces both. After rank 0's death one
     process continues.
     """
-    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    alone = tmp_path / "alone"
+    killed = tmp_path / "killed"
     alone.mkdir()
     killed.mkdir()
     undisturbed = launch.start_python(
         SCRIPT, alone, env={"HOROVOD_ELASTIC_COMMITS": str(alone / "commits")}
     )
-    env, kills = {"HOROVOD_ELASTIC_COMMITS": str(killed / "commits")}, ("1:4", "0:11")
+    env = {"HOROVOD_ELASTIC_COMMITS": str(killed / "commits")}
+    kills = ("1:4", "0:11")
     first = launch(
         "multi_cpu", SCRIPT, killed, *kills, flags=["--max_restarts", 1], env=env, timeout=200
     )

@@ -32,8 +32,10 @@ def is_lost(lost: int, how: str) -> None:
     under way.
     """
     hvd.init()
-    rank, began = hvd.rank(), time.monotonic()
-    big, processes = torch.ones(8_000_000), hvd.allgather_object(os.getpid())
+    rank = hvd.rank()
+    began = time.monotonic()
+    big = torch.ones(8_000_000)
+    processes = hvd.allgather_object(os.getpid())
     handles = [
         hvd.allreduce_async(big, name=f"{number}")
         for number in range(20 * (how == "killed in one"))

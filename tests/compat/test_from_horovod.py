@@ -48,7 +48,7 @@ def test_the_eight_adaptations_are_in_the_script() -> None:
     rows = re.findall(
         r"^\| (\d)\. [^|]+\| (.+?) \|", (ROOT / "docs/coming_from_elsewhere.md").read_text(), re.M
     )
-    assert [number for number, _ in rows] == [*"12345678"]
+    assert [number for number, _ in rows] == list("12345678")
     source = (FOLDER / "train.py").read_text()
     assert all(code in source for _, cell in rows for code in re.findall("`(.+?)`", cell))
 

@@ -54,7 +54,7 @@ PARAMETERS = {
 def test_functions_have_their_parameters() -> None:
     for parameters, names in PARAMETERS.items():
         for name in names.split():
-            found = [*inspect.signature(getattr(hvd, name)).parameters]
+            found = list(inspect.signature(getattr(hvd, name)).parameters)
             if name == "SyncBatchNorm":  # torch's own come behind
                 found = found[:5]
             assert found == parameters.split(), name

@@ -99,7 +99,7 @@ EXACT = {
         encoded(single("RGB", (9, 9, 9), (1, 2, 3)), transparency=(1, 2, 3)),
         [[[9] * 3, WHITE]],
     ),
-    "CMYK, TIFF": (encoded(single("CMYK", *INKS), "TIFF"), [[*INKS.values()]]),
+    "CMYK, TIFF": (encoded(single("CMYK", *INKS), "TIFF"), [list(INKS.values())]),
     "first frame": (
         encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]),
         [[[255, 0, 0]]],

@@ -86,12 +86,12 @@ def test_broken_images_and_partners_leave_the_canvas_as_it_is():
 def test_a_trial_has_as_many_boxes_as_a_batch_can_have():
     """Of a mosaic with MixUp, those of five images; the images with the most."""
     data = source()
-    most = np.sort(np.diff(data.offsets))[::-1]
+    box_counts = np.sort(np.diff(data.offsets))[::-1]
     for options, parts in (({}, 1), ({"mixup": 0.1}, 2), ({"mosaic": 0.1, "mixup": 0.1}, 5)):
         blank = samples_of(data, 3, options).make_noise(3)
-        assert [len(target["boxes"]) for target in blank.targets] == most[: 3 * parts].reshape(
-            3, parts
-        ).sum(1).tolist()
+        assert [len(target["boxes"]) for target in blank.targets] == box_counts[
+            : 3 * parts
+        ].reshape(3, parts).sum(1).tolist()
         assert all(
             (target["boxes"][:, 2:] >= target["boxes"][:, :2]).all() for target in blank.targets
         )
@@ -108,8 +108,8 @@ def test_objects_that_get_too_small_to_train_on_have_a_row():
         )
     with pytest.raises(Refused) as refused:
         batches._describe_small("--data here", data, BoxAugmentation(0, (60,), 25))
-    most = "--data here: most of its 3 objects would be "
-    assert str(refused.value) == f"{most}{small.format(2)}; raise --short_sides and --long_side"
+    message = "--data here: most of its 3 objects would be "
+    assert str(refused.value) == f"{message}{small.format(2)}; raise --short_sides and --long_side"
 
 
 @pytest.mark.parametrize("square, short_side", [(False, 7), (True, 48)])
@@ -119,13 +119,13 @@ def test_plain_training_shows_the_pixels_of_the_evaluation(square, short_side):
     plain = BoxAugmentation(0, (short_side,), 80, square=square)
     evaluation = evaluated(data, plain)
     for index in range(23):
-        shown = plain([data.load_sample(index, 0)], 1000 + index, (7, 8, 9)).image
-        height, width = shown.shape[1:]
+        train_image = plain([data.load_sample(index, 0)], 1000 + index, (7, 8, 9)).image
+        height, width = train_image.shape[1:]
         batch = evaluation.__getitems__(np.array([index]))
         assert batch.sizes[0].tolist() == [width, height] and (
             not square or width == height == short_side
         )
-        assert torch.equal(batch.images[0, :, :height, :width], shown)
+        assert torch.equal(batch.images[0, :, :height, :width], train_image)
 
 
 def test_squares_of_a_step_have_one_side_and_no_padding():
@@ -151,12 +151,12 @@ def test_what_is_found_is_given_in_pixels_of_the_original():
     indices = evaluation.batches(3)[0]
     batch = evaluation.__getitems__(indices)
     quarter = torch.tensor([[0.25, 0.5, 0.5, 1.0]])  # of each image
-    found = [
+    detections = [
         {"boxes": quarter * size.repeat(2), "masks": torch.ones(1, 28, 28)} for size in batch.sizes
     ]
-    for index, one in zip(indices, restore_sizes(data, batch, found), strict=True):
+    for index, detection in zip(indices, restore_sizes(data, batch, detections), strict=True):
         width, height = data.sizes[index].tolist()
-        torch.testing.assert_close(one["boxes"], quarter * torch.tensor([width, height] * 2))
-        (mask,) = decode_masks(one["rles"], data.sizes[index])
+        torch.testing.assert_close(detection["boxes"], quarter * torch.tensor([width, height] * 2))
+        (mask,) = decode_masks(detection["rles"], data.sizes[index])
         rows, columns = mask.nonzero()
         assert abs(rows.min() - height / 2) <= 1 and abs(columns.max() + 1 - width / 2) <= 1

@@ -71,20 +71,23 @@ def test_the_script_detects_without_this_project(
     blocks = np.random.default_rng(0).integers(0, 256, (8, 10, 3), dtype=np.uint8)
     image = Image.fromarray(blocks).resize((160, 128), Image.Resampling.NEAREST)
     image.save(tmp_path / "photo.png")
-    words = ["detect.py", str(leave(detector, tmp_path / "best")), str(tmp_path / "photo.png")]
-    monkeypatch.setattr(sys, "argv", words)
+    argv = ["detect.py", str(leave(detector, tmp_path / "best")), str(tmp_path / "photo.png")]
+    monkeypatch.setattr(sys, "argv", argv)
     runpy.run_path(str(SCRIPT))
     mean, std = (
         torch.tensor(detector.pretrained_cfg[name])[:, None, None] for name in ("mean", "std")
     )
     pixels = ((torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 - mean) / std)[None]
-    (found,) = detector.detect(pixels, torch.tensor([[160, 128]]))
+    (expected_detections,) = detector.detect(pixels, torch.tensor([[160, 128]]))
     printed = (line.split() for line in capsys.readouterr().out.splitlines())
     _, names, scores, *sides = zip(*printed, strict=True)
     assert len(names) >= 20, "a comparison of next to nothing"
-    np.testing.assert_allclose(np.array(scores, float), found["scores"], atol=2e-4)
-    same = np.array([SOURCE.classes.index(name) for name in names]) == found["labels"].numpy()
-    apart = np.abs(np.array(sides, float).T - found["boxes"].numpy()).max(1)
+    np.testing.assert_allclose(np.array(scores, float), expected_detections["scores"], atol=2e-4)
+    same = (
+        np.array([SOURCE.classes.index(name) for name in names])
+        == expected_detections["labels"].numpy()
+    )
+    apart = np.abs(np.array(sides, float).T - expected_detections["boxes"].numpy()).max(1)
     # Boxes of equal score may change places.
     assert same.mean() > 0.95 and np.quantile(apart[same], 0.95) < 0.05
 
@@ -97,7 +100,8 @@ def best(tmp_path_factory):
 
 
 class Three:
-    classes, category_ids = ("cat", "dog", "emu"), np.array([7, 1, 90])
+    classes = ("cat", "dog", "emu")
+    category_ids = np.array([7, 1, 90])
 
 
 def test_a_folder_names_classes_and_is_readable_by_others(best, tmp_path) -> None:
@@ -142,10 +146,11 @@ NEW_CLASSES = {
 def test_a_new_run_begins_with_the_classes_that_are_known(family, tmp_path) -> None:
     options = {"hidden": 16, "mask_width": 16} if family == "mask_rcnn" else {}
     trained = make(family, classes=3, **options)
-    folder, theirs = leave(trained, tmp_path / "best", source=Three()), trained.state_dict()
+    folder = leave(trained, tmp_path / "best", source=Three())
+    trained_state = trained.state_dict()
     background = 1 if family.endswith("rcnn") else 0
     of_head = r"(?<!rpn.head.)(cls_logits|cls_score|mask_fcn_logits)\.|box_predictor.bbox"
-    heads = {name for name in theirs if re.search(of_head, name)}
+    heads = {name for name in trained_state if re.search(of_head, name)}
     assert len(heads) == (6 if background else 2)
 
     def of_class(tensor, count: int, number: int):
@@ -155,40 +160,42 @@ def test_a_new_run_begins_with_the_classes_that_are_known(family, tmp_path) -> N
         return tensor.reshape(-1, count, *tensor.shape[1:])[:, number]
 
     for names, (count, new) in NEW_CLASSES.items():
-        fresh, names = make(family, classes=count, **options), names.split()
+        fresh = make(family, classes=count, **options)
+        names = names.split()
         before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
-        said = load_pretrained(fresh, read_weights(str(folder)), fresh.flags, names)
+        message = load_pretrained(fresh, read_weights(str(folder)), fresh.flags, names)
         for name, tensor in fresh.state_dict().items():
             if name not in heads:
-                assert torch.equal(tensor, theirs[name]), name
+                assert torch.equal(tensor, trained_state[name]), name
                 continue
             for number in range(-background, count):
-                known = number < 0 or names[number] in Three.classes
-                place = Three.classes.index(names[number]) if known and number >= 0 else number
-                wanted = (
-                    of_class(theirs[name], 3, place)
-                    if known
+                is_known = number < 0 or names[number] in Three.classes
+                row = Three.classes.index(names[number]) if is_known and number >= 0 else number
+                expected = (
+                    of_class(trained_state[name], 3, row)
+                    if is_known
                     else of_class(before[name], count, number)
                 )
-                assert torch.equal(of_class(tensor, count, number), wanted), (name, number)
-        taken = len(theirs) - len(heads) * bool(new)
+                assert torch.equal(of_class(tensor, count, number), expected), (name, number)
+        taken = len(trained_state) - len(heads) * bool(new)
         kinds = (
-            [name for name in names if (name in Three.classes) == kept] for kept in (False, True)
+            [name for name in names if (name in Three.classes) == is_known_class]
+            for is_known_class in (False, True)
         )
-        unknown, known = map(", ".join, kinds)
-        some = f", head new for {new} of {count} classes ({unknown}), kept for {known}"
+        unknown, is_known = map(", ".join, kinds)
+        some = f", head new for {new} of {count} classes ({unknown}), kept for {is_known}"
         head = {0: "", count: ", head new for all classes"}.get(new, some)
-        assert said == f"{taken} of {len(theirs)} tensors of {folder}{head}"
+        assert message == f"{taken} of {len(trained_state)} tensors of {folder}{head}"
 
 
 def test_classes_of_a_detector_are_matched_with_the_data() -> None:
-    found = {
+    matches = {
         "boxes": torch.arange(20.0).view(5, 4),
         "scores": torch.arange(5.0),
         "labels": torch.tensor([2, 0, 1, 2, 0]),
     }
     detector = nn.Module()
-    detector.detect = lambda images, sizes: [found]
+    detector.detect = lambda images, sizes: [matches]
     (matched,) = ClassRemapper(detector, [2, 0]).detect(
         torch.zeros(1, 3, 8, 8), torch.tensor([[8, 8]])
     )

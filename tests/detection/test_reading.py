@@ -30,7 +30,8 @@ GEOMETRY = {"hflip": 0.5, "iou_crop": 0.3, "zoom_out": 0.3}
 def file(
     width: int, height: int, format: str = "JPEG", mode: str = "RGB", orientation: int = 1
 ) -> bytes:
-    buffer, exif = io.BytesIO(), Image.Exif()
+    buffer = io.BytesIO()
+    exif = Image.Exif()
     if orientation != 1:
         exif[0x0112] = orientation
     options = {"quality": 90, "exif": exif} if format == "JPEG" else {}
@@ -55,24 +56,24 @@ class Files(Annotated):
     """Files with two boxes each, whose sizes are those of `FILES`."""
 
     def name(self, index: int) -> str:
-        return [*self.files][index]
+        return list(self.files)[index]
 
     def content(self, index: int) -> bytes:
-        return [*self.files.values()][index]
+        return list(self.files.values())[index]
 
 
 def source(files: dict[str, bytes]) -> Files:
     sizes = [(120, 90) if name in BROKEN else open_rgb(data).size for name, data in files.items()]
     shares = np.array([[0.1, 0.2, 0.6, 0.7], [0.5, 0.3, 0.95, 0.9]])
-    found = Files(
+    source_files = Files(
         **columns(
-            [[*zip(shares * np.tile(size, 2), (0, 1), strict=True)] for size in sizes],
+            [list(zip(shares * np.tile(size, 2), (0, 1), strict=True)) for size in sizes],
             sizes,
             ("a", "b"),
         )
     )
-    found.__dict__["files"] = files
-    return found
+    source_files.__dict__["files"] = files
+    return source_files
 
 
 def samples_of(data, cache=None) -> TrainDataset:
@@ -88,12 +89,12 @@ def batches(samples) -> list:
     return [*[next(feed) for _ in range(4)], feed.pop_stats()[1]]
 
 
-def pixels_off(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return (one.int() - other.int()).abs().float()
+def pixels_off(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return (left.int() - right.int()).abs().float()
 
 
 @pytest.mark.parametrize(
-    "size, short_side, most, mean, edge",
+    "size, short_side, max_size, mean, edge",
     [  # of 255, of the worst image; in pixels of the canvas
         ((640, 480), 800, 0, 0, 0),  # nothing is reduced
         ((640, 480), 320, 20, 0.3, 0.25),  # only where it is zoomed out
@@ -102,9 +103,10 @@ def pixels_off(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         ((1920, 1080), 256, 70, 4, 0.25),
     ],
 )
-def test_samples_are_those_of_decoding_everything(size, short_side, most, mean, edge) -> None:
+def test_samples_are_those_of_decoding_everything(size, short_side, max_size, mean, edge) -> None:
     data = file(*size)
-    lazy, whole = Picture(data), Picture(pil_to_tensor(open_rgb(data)))
+    lazy = Picture(data)
+    whole = Picture(pil_to_tensor(open_rgb(data)))
     draws = np.random.default_rng(0)
     low = draws.random((6, 2)) * 0.7
     boxes = (
@@ -114,29 +116,35 @@ def test_samples_are_those_of_decoding_everything(size, short_side, most, mean, 
     for mask, (left, top, right, bottom) in zip(masks, np.rint(boxes).astype(int), strict=True):
         mask[top:bottom, left:right] = 1
     columns = boxes, np.arange(6), np.zeros(6, bool), masks, np.array(size)
-    augmentation, means = BoxAugmentation(0, (short_side,), 2 * short_side, **GEOMETRY), []
+    augmentation = BoxAugmentation(0, (short_side,), 2 * short_side, **GEOMETRY)
+    means = []
     for position in range(24):
-        one, other = (
+        actual, expected = (
             augmentation([Sample(picture, *columns)], position, FILL) for picture in (lazy, whole)
         )
-        assert one.image.shape == other.image.shape and one.labels.tolist() == other.labels.tolist()
-        off = pixels_off(one.image, other.image)
+        assert (
+            actual.image.shape == expected.image.shape
+            and actual.labels.tolist() == expected.labels.tolist()
+        )
+        off = pixels_off(actual.image, expected.image)
         means.append(off.mean().item())
-        assert off.max() <= most and means[-1] <= mean
-        assert not len(one.boxes) or (one.boxes - other.boxes).abs().max() <= edge
+        assert off.max() <= max_size and means[-1] <= mean
+        assert not len(actual.boxes) or (actual.boxes - expected.boxes).abs().max() <= edge
         # A pixel, enlarged.
-        assert not len(one.boxes) or (extents(one.masks) - one.boxes).abs().max() <= 2
-    assert np.mean(means) <= 1.5 and (most == 0 or max(means) > 0)
+        assert not len(actual.boxes) or (extents(actual.masks) - actual.boxes).abs().max() <= 2
+    assert np.mean(means) <= 1.5 and (max_size == 0 or max(means) > 0)
 
 
 def test_every_file_is_upright_and_evaluated_in_full() -> None:
     """As the script beside an exported detector does, at whatever size."""
-    data, shown = source(FILES), BoxAugmentation(0, (10_000,), 48)  # their long side becomes 48
+    data = source(FILES)
+    augmentation = BoxAugmentation(0, (10_000,), 48)  # their long side becomes 48
     evaluation = EvalDataset(
-        data, SimpleNamespace(resize=shown, stride=16, fill=FILL, normalize=None)
+        data, SimpleNamespace(resize=augmentation, stride=16, fill=FILL, normalize=None)
     )
     for index, content in enumerate(FILES.values()):
-        image, result = open_rgb(content), shown([data.load_sample(index, 0)], index, FILL)
+        image = open_rgb(content)
+        result = augmentation([data.load_sample(index, 0)], index, FILL)
         assert image.size == tuple(data.sizes[index])
         width, height = result.image.shape[:0:-1]
         expected = pil_to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))
@@ -158,23 +166,22 @@ def test_a_broken_image_is_an_empty_scene_and_named() -> None:
             source(files).load_sample(index, 0).image.decode()
         except BrokenImage as error:
             reasons[index] = f"{name}: {error}"
-    assert [*reasons] == [8, 9] and not none
-    stream, expected = Stream(len(files), 8, 5), []
-    for step, (mine, theirs) in enumerate(zip(seen, whole, strict=True)):
-        for place, index in enumerate(
-            stream.get_indices(stream.get_positions(step, (0, 8))).tolist()
-        ):
+    assert list(reasons) == [8, 9] and not none
+    stream = Stream(len(files), 8, 5)
+    expected = []
+    for step, (actual, theirs) in enumerate(zip(seen, whole, strict=True)):
+        for i, index in enumerate(stream.get_indices(stream.get_positions(step, (0, 8))).tolist()):
             if index in reasons:
                 expected.append(reasons[index])
-                target = mine.targets[place]
+                target = actual.targets[i]
                 assert (
                     not len(target["boxes"]) and not len(target["labels"]) and not target["regions"]
                 )
-                assert mine.images[place].unique().tolist() in ([0], [0, *FILL], [*FILL])
+                assert actual.images[i].unique().tolist() in ([0], [0, *FILL], list(FILL))
             else:
-                assert torch.equal(mine.images[place], theirs.images[place])
-                assert torch.equal(mine.targets[place]["boxes"], theirs.targets[place]["boxes"])
-        assert torch.equal(mine.sizes, theirs.sizes)
+                assert torch.equal(actual.images[i], theirs.images[i])
+                assert torch.equal(actual.targets[i]["boxes"], theirs.targets[i]["boxes"])
+        assert torch.equal(actual.sizes, theirs.sizes)
     assert sorted(broken) == sorted(expected) and len(expected) > 3
 
 
@@ -184,12 +191,17 @@ def test_a_cache_shows_nearly_the_same() -> None:
     *whole, _ = batches(samples_of(data))
     cache = open_cache(len(data), 64, "")
     for _ in range(2):  # filled, then read
-        *kept, _ = batches(samples_of(data, cache))
-        for theirs, mine in zip(whole, kept, strict=True):
-            assert 0 < pixels_off(mine.images, theirs.images).mean() < 6
-            for one, other in zip(theirs.targets, mine.targets, strict=True):
-                assert one["labels"].tolist() == other["labels"].tolist()
-                assert not len(one["boxes"]) or (one["boxes"] - other["boxes"]).abs().max() <= 1
+        *cached, _ = batches(samples_of(data, cache))
+        for expected, actual in zip(whole, cached, strict=True):
+            assert 0 < pixels_off(actual.images, expected.images).mean() < 6
+            for expected_target, actual_target in zip(
+                expected.targets, actual.targets, strict=True
+            ):
+                assert expected_target["labels"].tolist() == actual_target["labels"].tolist()
+                assert (
+                    not len(expected_target["boxes"])
+                    or (expected_target["boxes"] - actual_target["boxes"]).abs().max() <= 1
+                )
 
 
 def test_a_cache_of_scenes_made_afresh_is_refused() -> None:

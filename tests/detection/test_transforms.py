@@ -36,7 +36,8 @@ def painted(size, count, seed=0, crowd=()) -> Sample:
     draws = np.random.default_rng(seed)
     width, height = size
     pixels = np.zeros((height, width, 3), np.uint8)
-    boxes, masks = np.zeros((count, 4), np.float32), np.zeros((count, height, width), np.uint8)
+    boxes = np.zeros((count, 4), np.float32)
+    masks = np.zeros((count, height, width), np.uint8)
     for number in range(count):  # side by side, so that none hides another
         left = number * width // count
         span = draws.integers(3, [max(4, width // count), height])
@@ -56,15 +57,16 @@ def vary(augmentation, position, own, others=None) -> Sample:
     return augmentation([own, *others[: len(augmentation.draw_partners(position))]], position, FILL)
 
 
-def same(one: Sample, other: Sample) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one[:5], other[:5], strict=True))
+def same(left: Sample, right: Sample) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left[:5], right[:5], strict=True))
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("way", WAYS)
 def test_boxes_and_masks_stay_on_the_pixels_of_their_objects(way):
     """Each object's colour fills its box, but for edges of two pixels that resizing may blur."""
-    augmentation, looked = build(**WAYS[way] | ({"mixup": 0.0} if way == "everything" else {})), 0
+    augmentation = build(**WAYS[way] | ({"mixup": 0.0} if way == "everything" else {}))
+    num_checked = 0
     for position in range(40):
         result = vary(augmentation, position, painted((100, 80), 3, seed=position))
         height, width = result.image.shape[1:]
@@ -76,12 +78,10 @@ def test_boxes_and_masks_stay_on_the_pixels_of_their_objects(way):
         assert not len(result.boxes) or (extents(result.masks) - result.boxes).abs().max() <= 1.01
         for box, label in zip(result.boxes, result.labels.tolist(), strict=True):
             left, top, right, bottom = box.tolist()
-            left, top, right, bottom = (
-                round(left) + 2,
-                round(top) + 2,
-                round(right) - 2,
-                round(bottom) - 2,
-            )
+            left = round(left) + 2
+            top = round(top) + 2
+            right = round(right) - 2
+            bottom = round(bottom) - 2
             if right > left and bottom > top:
                 part = result.image[0, top:bottom, left:right].float()
                 if way == "mixup":  # half of it is another image
@@ -89,8 +89,8 @@ def test_boxes_and_masks_stay_on_the_pixels_of_their_objects(way):
                     assert len(part)
                 else:
                     assert (part - (60 + 40 * label)).abs().max() <= 2
-                looked += 1
-    assert looked > 30
+                num_checked += 1
+    assert num_checked > 30
 
 
 @settings(max_examples=120)
@@ -102,10 +102,10 @@ def test_boxes_and_masks_stay_on_the_pixels_of_their_objects(way):
 )
 def test_no_image_is_larger_than_its_metadata_say(position, size, way, count):
     augmentation = build(**WAYS[way])
-    own = painted(size, count if min(size) > 40 else 0)
+    sample = painted(size, count if min(size) > 40 else 0)
     bound = augmentation.compute_sizes(np.array([position]), np.array([size]))[0]
     result = vary(
-        augmentation, position, own, [painted((41 + n, 200 - 35 * n), 1) for n in range(5)]
+        augmentation, position, sample, [painted((41 + n, 200 - 35 * n), 1) for n in range(5)]
     )
     assert (np.array(result.image.shape[:0:-1]) <= bound).all()
     # As a step asks.
@@ -123,49 +123,52 @@ def test_no_image_is_larger_than_its_metadata_say(position, size, way, count):
 
 def test_an_object_of_which_little_is_left_is_dropped():
     """MixUp with a narrow image cuts others: a box keeps less than a tenth of itself in some places."""
-    augmentation, narrow = build(mixup=1.0), painted((20, 80), 0)
-    kept = {False: [], True: []}
+    augmentation = build(mixup=1.0)
+    narrow = painted((20, 80), 0)
+    shares_by_crowd = {False: [], True: []}
     for position in range(200):
-        for crowd in kept:
-            other = painted((100, 80), 1, seed=6, crowd=[0] if crowd else [])
-            result = vary(augmentation, position, narrow, [other])
-            whole = np.prod(other.boxes[0, 2:] - other.boxes[0, :2]) * (64 / 80) ** 2
+        for crowd in shares_by_crowd:
+            other_sample = painted((100, 80), 1, seed=6, crowd=[0] if crowd else [])
+            result = vary(augmentation, position, narrow, [other_sample])
+            whole = np.prod(other_sample.boxes[0, 2:] - other_sample.boxes[0, :2]) * (64 / 80) ** 2
             share = (result.boxes[:, 2:] - result.boxes[:, :2]).prod(1) / whole
-            kept[crowd] += share.tolist()
+            shares_by_crowd[crowd] += share.tolist()
             assert result.crowd.tolist() == [crowd] * len(share)
     assert (
-        min(kept[False]) > 0.09
-        and min(kept[True]) < 0.05
-        and len(kept[True]) > len(kept[False]) > 0
+        min(shares_by_crowd[False]) > 0.09
+        and min(shares_by_crowd[True]) < 0.05
+        and len(shares_by_crowd[True]) > len(shares_by_crowd[False]) > 0
     )
 
 
 def test_a_mosaic_shows_four_images_and_mixup_two():
-    own, others = painted((100, 80), 1), [painted((70, 90), 1) for _ in range(4)]
-    colours = [own, *others]
+    own = painted((100, 80), 1)
+    other_samples = [painted((70, 90), 1) for _ in range(4)]
+    colours = [own, *other_samples]
     for number, sample in enumerate(colours):
         sample.labels[:], sample.image.decode()[:] = number, 50 + 30 * number
-    result = [vary(build(mosaic=1.0), position, own, others) for position in range(20)]
-    assert set().union(*(one.labels.tolist() for one in result)) == {0, 1, 2, 3}
-    for one in result:
-        corners = one.image[0, [1, 1, -2, -2], [1, -2, 1, -2]].tolist()
-        assert all(corner in (9, 50 + 30 * place) for place, corner in enumerate(corners))
-        rows = [row.nonzero() for row in one.image[0] != FILL[0] if row.any()]
+    result = [vary(build(mosaic=1.0), position, own, other_samples) for position in range(20)]
+    assert set().union(*(mosaic.labels.tolist() for mosaic in result)) == {0, 1, 2, 3}
+    for mosaic in result:
+        corners = mosaic.image[0, [1, 1, -2, -2], [1, -2, 1, -2]].tolist()
+        assert all(corner in (9, 50 + 30 * i) for i, corner in enumerate(corners))
+        rows = [row.nonzero() for row in mosaic.image[0] != FILL[0] if row.any()]
         # They meet, without a gap.
         assert all(len(row) == row.max() - row.min() + 1 for row in rows)
-    mixed = vary(build(mixup=1.0), 3, own, others)
+    mixed = vary(build(mixup=1.0), 3, own, other_samples)
     assert mixed.labels.tolist() == [0, 1] and mixed.image[0, 30, 20] == (50 + 80) // 2
     assert len(build(mosaic=1.0, mixup=1.0).draw_partners(3)) == 4
 
 
 def test_strong_ways_end_at_a_position_and_the_gentle_ones_go_on():
     ways = dict.fromkeys(("mosaic", "mixup", "iou_crop", "zoom_out", "photometric"), 1.0)
-    own, gentle = painted((100, 80), 3), build(hflip=0.5)
+    sample = painted((100, 80), 3)
+    gentle = build(hflip=0.5)
     augmentation = build(hflip=0.5, **ways, strong_until=10)
     assert [len(augmentation.draw_partners(position)) for position in (9, 10)] == [4, 0]
-    assert not same(vary(augmentation, 9, own), vary(gentle, 9, own))
+    assert not same(vary(augmentation, 9, sample), vary(gentle, 9, sample))
     for position in (10, 11, 12, 10**12):
         assert augmentation.compute_sizes(np.array([position]), np.array([[100, 80]])).tolist() == [
-            list(vary(augmentation, position, own).image.shape[:0:-1])
+            list(vary(augmentation, position, sample).image.shape[:0:-1])
         ]
-        assert len(vary(augmentation, position, own).boxes) <= 3
+        assert len(vary(augmentation, position, sample).boxes) <= 3

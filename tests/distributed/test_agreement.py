@@ -20,7 +20,8 @@ def hear_refusals(
     ranks: dict[int, dict[str, str]], world_size: int, patience_s: float = 20
 ) -> list[str]:
     """What each of the ranks hears, in threads over one store."""
-    store, patience = HashStore(), timedelta(seconds=patience_s)
+    store = HashStore()
+    patience = timedelta(seconds=patience_s)
 
     def hear(rank: int) -> str:
         try:
@@ -74,7 +75,7 @@ def test_code_packages_and_settings_are_facts(tmp_path: Path, monkeypatch) -> No
         "Python torch timm mine.py loss.py common/data/batch_plan.py "
         "common/detection/models/rcnn.py"
     )
-    assert before["--lr"] == "0.1" and {*names.split()} <= before.keys()
+    assert before["--lr"] == "0.1" and set(names.split()) <= before.keys()
     assert (
         describe_differences(of("there", "a = 2", 0.2), before)
         == "--lr 0.2 instead of 0.1, loss.py is another file"

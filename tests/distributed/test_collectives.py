@@ -42,9 +42,11 @@ def identity() -> tuple:
 
 
 def exchange() -> dict:
-    c, rank = collectives, collectives.rank()
+    c = collectives
+    rank = collectives.rank()
     counts = torch.tensor([[1, 2**60], [rank, 5]])
-    values, odd = {"b": rank + 1, "a": torch.tensor(0.5)}, {"loss": float("nan") if rank else 2.0}
+    values = {"b": rank + 1, "a": torch.tensor(0.5)}
+    odd = {"loss": float("nan") if rank else 2.0}
     c.barrier()
     gathered = c.gather_to_main([array[rank:] for array in ARRAYS])
     return {
@@ -104,7 +106,9 @@ def test_the_main_process_alone_gathers_arrays(exchanged, ranks: int) -> None:
 
 def be_sent_a_pickle(marker: str) -> list[str]:
     """Rank 1 sends one in each way in which objects travel; the errors of rank 0."""
-    errors, pickled, fake = [], pickle.dumps(Malicious(marker)), mock.Mock()
+    errors = []
+    pickled = pickle.dumps(Malicious(marker))
+    fake = mock.Mock()
     fake.dumps.return_value.encode.return_value = pickled
     forged = {"json": fake, "_pack": lambda _: pickled} if collectives.rank() else {}
     for send in (
@@ -151,7 +155,8 @@ def use_groups() -> tuple:
     """Rank 1 is on another machine: places, sums of 10^rank over a pair and over a node, timeout,
     and collectives begun.
     """
-    rank, counts = collectives.rank(), [collectives.count_collectives()]
+    rank = collectives.rank()
+    counts = [collectives.count_collectives()]
     collectives.set_timeout(timedelta(seconds=2 * 10**7))
     pair = collectives.subgroup([2, 0])
     totals = [torch.tensor(10**rank) for _ in range(2)]
@@ -173,12 +178,12 @@ def test_groups_are_of_the_ranks_that_share_a_host(processes: Processes) -> None
     same collectives.
     """
     *sums, counts = zip(*processes.run(use_groups, ranks=3), strict=True)
-    assert [*zip(*sums, strict=True)] == [
+    assert list(zip(*sums, strict=True)) == [
         ((0, 3, True, 2, True, 0), 101, 101, 2e7),
         ((1, 3, False, 1, True, 1), 10, 10, 2e7),
         ((2, 3, False, 2, False, 0), 101, 101, 2e7),
     ]
-    assert counts[0] == counts[2] and sorted({*counts[0]}) == counts[0]
+    assert counts[0] == counts[2] and sorted(set(counts[0])) == counts[0]
     assert identity() == (0, 1, True, 1, True, 0)
 
 
@@ -235,7 +240,9 @@ def test_all_or_none_raises_on_every_rank_or_on_none(
 
 def enter_in_turn(folder: str, failing: int) -> tuple[str, list[str]]:
     """Rank 2 is the second of its node. What came of it, and which ranks had been there before."""
-    rank, outcome, seen = collectives.rank(), "none", []
+    rank = collectives.rank()
+    outcome = "none"
+    seen = []
     with mock.patch.object(socket, "gethostname", return_value="b" if rank == 1 else "a"):
         collectives.nodes()
     try:

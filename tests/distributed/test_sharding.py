@@ -112,7 +112,9 @@ def test_a_trial_waits_for_no_rank_and_leaves_nothing_behind(processes) -> None:
 def rank_computes_in_half() -> tuple[list, bool]:
     """Shapes of the tensors that autograd keeps in bf16, and True if all gradients equal a whole model's."""
     configure()
-    plain, model, shapes = vit().float(), sharded_vit().float(), []
+    plain = vit().float()
+    model = sharded_vit().float()
+    shapes = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         shapes.extend([sorted(tensor.shape)] * (tensor.dtype == torch.bfloat16))
@@ -187,7 +189,8 @@ def test_views_that_are_changed_in_place_have_their_gradients(processes) -> None
 
 def rank_asks_too_much() -> None:
     configure()
-    model, scalar = sharded_vit(), nn.Identity()
+    model = sharded_vit()
+    scalar = nn.Identity()
     sharding.check_all_sharded(model)
     model.scale = nn.Parameter(torch.ones(3))
     with pytest.raises(
@@ -237,7 +240,8 @@ def test_models_are_cut_into_their_blocks(name: str, min_blocks: int, largest: f
     """So that no part is much larger than one block."""
     with torch.device("meta"):
         model = timm.create_model(name)
-    blocks, sizes = find_blocks(model), Counter()
+    blocks = find_blocks(model)
+    sizes = Counter()
     inner = {id(parameter): block for block in reversed(blocks) for parameter in block.parameters()}
     for parameter in model.parameters():
         sizes[inner.get(id(parameter))] += parameter.numel()
@@ -250,7 +254,7 @@ def test_models_are_cut_into_their_blocks(name: str, min_blocks: int, largest: f
 def test_blocks_that_share_weights_stay_together() -> None:
     """Each pass begins with what no block has."""
     model = nn.Sequential(*(nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)))
-    assert find_blocks(model) == [*model][:2]
+    assert find_blocks(model) == list(model)[:2]
     layers = nn.ModuleList([nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)])
     layers[2].linear1.weight = layers[0].linear1.weight
     assert find_blocks(

@@ -85,7 +85,7 @@ class Campaign:
         self.random = random.Random(f"{self.seed} {self.recipe} {self.layouts}")
         for name in ("tmp", "cache"):
             (self.scratch / name).mkdir(parents=True)
-        self.shared_memory = {*os.listdir("/dev/shm")}
+        self.shared_memory = set(os.listdir("/dev/shm"))
         self.moves = len(self.layouts) > 1
         self.words = (*small([*WORDS, *WORDS_OF[self.recipe], "--data", self.data], self.recipe),)
         self.words += ("--dtype", "float64") if self.moves else ()
@@ -115,7 +115,7 @@ class Campaign:
             mine, theirs = (read(outcome.folder / "summary.json") for outcome in (one, self.whole))
             for key in theirs.keys() - {"train_seconds", "images_per_second"}:
                 assert mine[key] == theirs[key], (key, mine[key], theirs[key])
-        assert [row["step"] for row in one.rows] == [*range(1, STEPS + 1)], (
+        assert [row["step"] for row in one.rows] == list(range(1, STEPS + 1)), (
             "a step is missing or there twice"
         )
         status = read(one.folder / "status.json")
@@ -123,7 +123,7 @@ class Campaign:
         mine, theirs = (_files(outcome.folder) for outcome in (one, self.whole))
         assert mine == theirs, f"left behind: {mine - theirs}, missing: {theirs - mine}"
         # One more where the last kill came before it was removed: a longer run would do that.
-        assert len([*(one.folder / "checkpoints").iterdir()]) <= 2
+        assert len(list((one.folder / "checkpoints").iterdir())) <= 2
 
     def assert_nothing_is_left(self) -> None:
         """Of a start that has ended: no process, with it no socket, no shared memory, no file but
@@ -141,8 +141,9 @@ class Campaign:
         """Processes of the campaign that still run: `scratch` is in their environment, or they have
         a file below it open.
         """
-        mark, found = str(self.scratch).encode(), []
-        for process in {*psutil.pids()} - {os.getpid()}:
+        mark = str(self.scratch).encode()
+        found = []
+        for process in set(psutil.pids()) - {os.getpid()}:
             folder = Path(f"/proc/{process}")
             with contextlib.suppress(OSError):
                 files = [os.readlink(file).encode() for file in (folder / "fd").iterdir()]

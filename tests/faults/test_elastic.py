@@ -66,7 +66,8 @@ def both_train(tmp_path: Path, started: list[Started]) -> Watched:
 @contextmanager
 def goes_on(run: Watched, after: str, machines: int) -> Iterator[None]:
     """After the block the run makes steps on so many machines; prints how long that took."""
-    before, began = run.start_number(), time.monotonic()
+    before = run.start_number()
+    began = time.monotonic()
     yield
     run.until(lambda: run.beyond(before), f"the run goes on after {after}")
     assert run.world_size() == machines

@@ -86,7 +86,11 @@ def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
     With `commits` all names reach the disk just before: as when a file system's own commit comes at
     that moment.
     """
-    photograph, seen, count, turn, owner = {}, Counter(), 0, threading.Lock(), os.getpid()
+    photograph = {}
+    seen = Counter()
+    count = 0
+    turn = threading.Lock()
+    owner = os.getpid()
     canary = os.open(disk.folder / "canary", os.O_WRONLY | os.O_CREAT)
     fsync = os.fsync
 
@@ -94,7 +98,8 @@ def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
         nonlocal count
         if event not in forked.FILE_OPERATIONS or os.getpid() != owner:
             return
-        run, path = str(disk.folder / "run"), str(arguments[0])
+        run = str(disk.folder / "run")
+        path = str(arguments[0])
         if not path.startswith(run):
             return
         operation = forked.without_numbers(event, path.removeprefix(run))
@@ -148,7 +153,7 @@ def assert_promises(said: dict, found: Path) -> int:
         for row in (found / "metrics.jsonl").read_bytes().splitlines()
         if row[-1:] == b"}"
     ]
-    assert steps[:newest] == [*range(1, newest + 1)]
+    assert steps[:newest] == list(range(1, newest + 1))
     assert has_best(found, checkpoints[0].record), (
         "the model that the newest checkpoint says is the best is nowhere"
     )
@@ -190,7 +195,8 @@ def test_a_power_loss_before_any_file_operation_loses_nothing(
     # Of the run folder that the next start finds after each power loss: what it resumes from.
     steps = {}
     for image in sorted(album.glob("*.image")):
-        said, found = read(image.with_suffix(".json")), tmp_path / image.stem / "run"
+        said = read(image.with_suffix(".json"))
+        found = tmp_path / image.stem / "run"
         found.parent.mkdir()
         with after_power_loss(image) as folder:
             if (folder / "run").exists():

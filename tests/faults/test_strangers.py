@@ -78,7 +78,8 @@ def test_machines_execute_nothing_that_a_stranger_writes(nodes, tmp_path):
         node.start("2node_cpu", "recipes/cls.py", *words, flags=flags, env=OFFLINE)
         for node in (first, second)
     ]
-    run, marker = Watched(tmp_path / "run", started), tmp_path / "executed"
+    run = Watched(tmp_path / "run", started)
+    marker = tmp_path / "executed"
     run.until(lambda: run.step() >= 4, "both train")
     for node in (first, second):
         outside = {address for address, _, _ in node.listeners()} - LOOPBACK
@@ -89,7 +90,7 @@ def test_machines_execute_nothing_that_a_stranger_writes(nodes, tmp_path):
     step = run.step()
     run.until(lambda: run.step() > step + 20, "it goes on")
     keys = forge(stranger, first.address, 29500, marker)
-    assert {"machines/none/machine/0", "machines/none/round"} <= {*keys}, keys
+    assert {"machines/none/machine/0", "machines/none/round"} <= set(keys), keys
     done = [each.finish(timeout=60) for each in started]
     assert not marker.exists(), "a stranger's code was executed"
     # Of the launcher that sees it first, and of the other.

@@ -108,7 +108,8 @@ FAULTS = {  # what the run says about each, once
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_no_fault_of_wandb_changes_a_loss_or_holds_up_the_start(run, whole, tmp_path, fault):
-    folder, environment = tmp_path / "run", {}
+    folder = tmp_path / "run"
+    environment = {}
     folder.mkdir()
     if fault == "a dead address":
         environment = {
@@ -127,7 +128,8 @@ def test_no_fault_of_wandb_changes_a_loss_or_holds_up_the_start(run, whole, tmp_
 
 @pytest.mark.parametrize("forged", ["pickle", "path"])
 def test_what_a_stranger_put_into_its_files_executes_nothing(run, whole, tmp_path, forged):
-    marker, folder = tmp_path / "executed", tmp_path / "run"
+    marker = tmp_path / "executed"
+    folder = tmp_path / "run"
     payload = pickle.dumps(Malicious(marker))
     (folder / "wandb").mkdir(parents=True)
     state = payload if forged == "pickle" else json.dumps({"id": f"../../{marker.name}"}).encode()

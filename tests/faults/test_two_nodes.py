@@ -109,7 +109,8 @@ def test_a_machine_that_does_not_come_in_time_is_named(nodes):
         "wrong name": (second, "nowhere", "the name nowhere is not known on this machine"),
         "closed port": (second, "10.77.0.8", "10.77.0.8:30005 can't be reached (timed out)"),
     }
-    began, started = time.monotonic(), []
+    began = time.monotonic()
+    started = []
     for port, (node, address, _) in enumerate(cases.values(), 30000):
         flags = [
             "--main_process_ip",
@@ -135,10 +136,8 @@ def test_a_machine_that_does_not_come_in_time_is_named(nodes):
 @pytest.mark.long
 def test_machines_that_differ_are_refused_with_what_differs(nodes, tmp_path):
     """Code, a package, a setting; both launchers end, and nothing is left."""
-    code, package = (
-        ROOT / "common/data/batch_plan.py",
-        Path(distribution("timm").locate_file("timm")).parent,
-    )
+    code = ROOT / "common/data/batch_plan.py"
+    package = Path(distribution("timm").locate_file("timm")).parent
     package = next(package.glob("timm-*.dist-info")) / "METADATA"
     own = {code: tmp_path / "plan.py", package: tmp_path / "METADATA"}
     own[code].write_text(code.read_text() + "# mine\n")
@@ -166,7 +165,8 @@ def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp
     """Without a folder that both see: one machine would go on from step 6 and the other begin anew,
     silently.
     """
-    runs, empty = tmp_path / "runs", tmp_path / "empty"
+    runs = tmp_path / "runs"
+    empty = tmp_path / "empty"
     empty.mkdir()
     words = (*WORDS, "--output_dir", runs, "--name", "run")
     assert forks(*words, "--max_steps", 6).code == 0

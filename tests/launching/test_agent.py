@@ -26,7 +26,8 @@ def handlers(monkeypatch):
 def test_the_launcher_hears_signals_and_reports_failed_processes(
     handlers, tmp_path, caplog
 ) -> None:
-    reported, heard = [], []
+    reported = []
+    heard = []
     agent.replace_log(lambda *failure: reported.append(failure))
     agent.handle_signals(lambda number, frame: heard.append(number))
     codes = {0: ("-c", "import sys; sys.exit(3)"), 1: ("-c", "import time; time.sleep(600)")}
@@ -35,7 +36,7 @@ def test_the_launcher_hears_signals_and_reports_failed_processes(
     failed, sleeps = (psutil.Process(context.pids()[index]) for index in codes)
     for number in STOPPING:
         os.kill(os.getpid(), number)
-    assert heard == [*STOPPING], "torch has taken a signal"
+    assert heard == list(STOPPING), "torch has taken a signal"
     sleeps.kill()
     agent.await_processes()
     assert failed.status() == sleeps.status() == psutil.STATUS_ZOMBIE, (

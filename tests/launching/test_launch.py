@@ -302,7 +302,8 @@ def test_machines_leave_alone_if_the_others_can_continue() -> None:
 
 
 def test_the_launcher_and_its_file_say_how_many_processes() -> None:
-    file, script = "--config_file accelerate_configs", "recipes/cls.py --num_processes 9"
+    file = "--config_file accelerate_configs"
+    script = "recipes/cls.py --num_processes 9"
     for command, expected in (
         (f"/opt/bin/python3 /opt/bin/accelerate launch {file}/multi_cpu.yaml {script}", (2, 1)),
         (f"accelerate-launch {file}/multi_cpu.yaml --num_processes 3 {script}", (3, 1)),

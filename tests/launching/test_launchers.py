@@ -99,7 +99,7 @@ def test_what_a_launcher_leaves_out_is_completed(environ, launcher, numbers, mai
         name: completed.get(name) for name in (*launch.variables, "MASTER_ADDR", "MASTER_PORT")
     }
     numbered = [None if number is None else str(number) for number in numbers]
-    assert [*written.values()] == [*numbered, launch.address, str(launch.port)]
+    assert list(written.values()) == [*numbered, launch.address, str(launch.port)]
     assert completed.items() >= environ.items()
     assert local_rank(completed) == str(numbers[1]) and local_rank(environ) in (
         str(numbers[1]),

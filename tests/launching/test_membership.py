@@ -53,7 +53,8 @@ def test_machines_see_each_other_come_run_leave_and_close(member) -> None:
 
 def test_a_silent_machine_is_lost_until_it_is_heard_again(member) -> None:
     store = HashStore()
-    first, second = member(store, "a", silence=0.5), member(store, "b", silence=0.5)
+    first = member(store, "a", silence=0.5)
+    second = member(store, "b", silence=0.5)
     time.sleep(0.7)
     assert states(first) == {"a": (WAITING, 0), "b": (WAITING, 0)}, (
         "both have renewed their records"
@@ -63,7 +64,7 @@ def test_a_silent_machine_is_lost_until_it_is_heard_again(member) -> None:
     while "b" in states(first):
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert [*states(first)] == ["a"]
+    assert list(states(first)) == ["a"]
     second.set_state(WAITING, Round())
     assert "b" in states(first)
 

@@ -60,7 +60,8 @@ def build() -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.parent.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder.parent} belongs to somebody else, whose code would be run")
-    built, nvrtc = folder / "built", next(SITE.glob("nvidia/*/lib/libnvrtc.so.*")).name
+    built = folder / "built"
+    nvrtc = next(SITE.glob("nvidia/*/lib/libnvrtc.so.*")).name
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():  # written last

@@ -19,7 +19,9 @@ class Gpus:
     """Starts scripts on GPUs: launched, or as forks of a process that has imported the recipes."""
 
     def __init__(self, launch: Launcher, real: int, environment: dict[str, str], scratch: Path):
-        self.launch, self.real, self.environment = launch, real, environment
+        self.launch = launch
+        self.real = real
+        self.environment = environment
         self.forks = functools.cache(lambda: Forks(scratch, environment))
 
     def at_most(self, devices: int) -> int:

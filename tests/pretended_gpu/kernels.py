@@ -166,7 +166,8 @@ def functional(name: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
         else dist.distributed_c10d._resolve_process_group(rest[-1])
     )
     if name == "all_reduce":
-        result, operator = x.clone(), getattr(dist.ReduceOp, rest[0].upper())
+        result = x.clone()
+        operator = getattr(dist.ReduceOp, rest[0].upper())
         dist.all_reduce(result, operator, group=group)
     elif name == "all_gather_into_tensor":
         result = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
@@ -234,7 +235,7 @@ def compute(func, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
             return run(*memory)
         except RuntimeError as error:  # some CPU kernels exist only in single and double precision
             wide = tree.tree_map(widened, memory)
-            pairs = [*zip(tree.tree_leaves(memory), tree.tree_leaves(wide), strict=True)]
+            pairs = list(zip(tree.tree_leaves(memory), tree.tree_leaves(wide), strict=True))
             if all(x is y for x, y in pairs):
                 raise NoKernel(f"no kernel for {func}: {str(error).splitlines()[0]}") from error
             result = run(*wide)
@@ -353,8 +354,10 @@ def batch_norm_gather_stats_with_counts(
 def batch_norm_backward_reduce(
     gradient, x, mean, inverse_deviation, weight, of_input, of_weight, of_bias
 ):
-    gradient, centred = widened(gradient), widened(x) - per_channel(mean, x)
-    total, slope = gradient.sum(over_samples(x)), (gradient * centred).sum(over_samples(x))
+    gradient = widened(gradient)
+    centred = widened(x) - per_channel(mean, x)
+    total = gradient.sum(over_samples(x))
+    slope = (gradient * centred).sum(over_samples(x))
     own = slope * inverse_deviation if of_weight else None
     return total if of_input else None, slope if of_input else None, own, total if of_bias else None
 

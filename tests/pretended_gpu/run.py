@@ -29,7 +29,7 @@ def run(main: Callable[[], None]) -> None:
 
 def run_script(words: Sequence[str]) -> None:
     """A script, as Python itself does."""
-    sys.argv = [*words]
+    sys.argv = list(words)
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
 

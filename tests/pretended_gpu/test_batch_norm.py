@@ -51,7 +51,8 @@ def results(layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> dict[s
 
 def compare(mode: str, dtype: str, shape: str) -> float:
     """The largest difference between GPU and CPU, relative to the largest value."""
-    kind, count = getattr(torch, dtype), (6, 4)[dist.get_rank()]
+    kind = getattr(torch, dtype)
+    count = (6, 4)[dist.get_rank()]
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = (
         torch.randn(count, CHANNELS, *SHAPES[shape], dtype=torch.float64, generator=generator) + 5
@@ -79,10 +80,12 @@ def measure_cost(mode: str, groups: int, memory_format: torch.memory_format) -> 
     """Kernel launches of forward and backward, and peak memory beyond input and gradient, in units
     of the input's size.
     """
-    count, kind = 32, torch.bfloat16
+    count = 32
+    kind = torch.bfloat16
     layer = layer_of(mode, count // groups, kind, (64, 64)).cuda()
     x = torch.randn(count, CHANNELS, 64, 64).to(kind).cuda().to(memory_format=memory_format)
-    gradient, x = torch.ones_like(x), x.requires_grad_()
+    gradient = torch.ones_like(x)
+    x = x.requires_grad_()
     before = torch.cuda.memory_allocated()
     from tests.pretended_gpu import kernels
 

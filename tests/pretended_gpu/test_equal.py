@@ -24,7 +24,8 @@ IS_REAL = torch.cuda.is_available()
 EXACT = 1e-8 if IS_REAL else 1e-10
 REPEATS = "--deterministic" if IS_REAL else ""  # a pretended GPU repeats its bits without
 
-STEPS, HALF = 3, 2
+STEPS = 3
+HALF = 2
 SHORT = f"--max_steps {STEPS} --log_every 1 --eval_every {STEPS} --checkpoint_every {HALF}"
 CLS = f"{SHORT} --global_batch_size 16 --val_share 0.02 --lr 2e-3"
 VARIED = "--mixup 0.2 --cutmix 1 --random_erasing 0.3 --color_jitter 0.3 --ema_decay 0.9 --clip 1"
@@ -189,7 +190,8 @@ def test_a_compiled_model_trains_what_the_cpu_trains_without(runs) -> None:
 
 def test_a_run_resumes_bit_equal_and_equal_elsewhere(runs) -> None:
     """A checkpoint of two GPUs, resumed on them and on the CPU."""
-    whole, resumed = runs["gpus"]["global"], runs["gpus"]["from gpus"]
+    whole = runs["gpus"]["global"]
+    resumed = runs["gpus"]["from gpus"]
     assert [row["train/loss"] for row in whole.rows if "train/loss" in row][HALF:] == list(
         resumed.column("train/loss")
     )
@@ -251,7 +253,7 @@ def exact(run_several, words, thorough) -> dict[str, Outcome]:
     flags = {
         name: f"{flags} --dtype float64".replace("wandb", "none") for name, flags in ROUNDED.items()
     }
-    names = [*ROUNDED] if thorough else ["resnet"]
+    names = list(ROUNDED) if thorough else ["resnet"]
     return run_several(
         1, {name: words(name, flags[name], "exact") for name in names}, as_typed=True
     )
@@ -277,11 +279,13 @@ def rounded(request, run_on_gpus, words, exact) -> tuple[str, dict[str, Outcome]
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "resnet")) for name in ROUNDED]
 )
 def test_losses_stay_as_close_to_float64_as_precision_allows(name: str, rounded, exact) -> None:
-    precision, run = rounded[0], rounded[1][name]
+    precision = rounded[0]
+    run = rounded[1][name]
     assert run.outcome == "ok" and "could not be drawn" not in run.stdout, run.stdout
     assert {"eval/count", "eval/AP" if name == "fcos" else "eval/loss"} <= run.rows[-1].keys()
     first, later = TOLERANCE[precision]
-    losses, expected = run.column("train/loss"), exact[name].column("train/loss")
+    losses = run.column("train/loss")
+    expected = exact[name].column("train/loss")
     np.testing.assert_allclose(losses[0], expected[0], rtol=first)
     np.testing.assert_allclose(losses, expected, rtol=later)
     assert list((run.folder / "pictures").glob("confusion*")) and (run.folder / "best").is_dir()
@@ -310,10 +314,8 @@ def test_the_demo_reaches_what_its_preset_promises(
     gpus, run_on_gpus, record_property, tmp_path, preset, metric, promised, gpus_at_most, precision
 ) -> None:
     """On as many GPUs as it can use: each needs a group of samples for batch norm."""
-    devices, recipe = (
-        gpus.at_most(gpus_at_most),
-        "recipes/det.py" if preset.startswith("det") else "recipes/cls.py",
-    )
+    devices = gpus.at_most(gpus_at_most)
+    recipe = "recipes/det.py" if preset.startswith("det") else "recipes/cls.py"
     cases = {"demo": ["--config", f"recipes/presets/{preset}.yaml", "--workers", 2]}
     [run] = run_on_gpus(devices, cases, precision=precision, recipe=recipe, timeout=600).values()
     assert np.isfinite(run.column("train/loss")).all()

@@ -108,7 +108,8 @@ def test_an_overflow_on_one_gpu_skips_the_step_on_all(runs, name):
 
 def test_fused_sgd_trains_what_unfused_sgd_trains(runs):
     """Unwritten memory is NaN here, so a momentum that starts from it would show."""
-    fused, unfused = runs["fused"], runs["unfused"]
+    fused = runs["fused"]
+    unfused = runs["unfused"]
     for key in ("train/loss", "train/loss_scale"):
         np.testing.assert_allclose(fused.column(key), unfused.column(key), rtol=1e-5)
     for file in ("model", "optimizer"):
@@ -117,7 +118,8 @@ def test_fused_sgd_trains_what_unfused_sgd_trains(runs):
 
 def test_a_resume_after_an_overflow_is_bit_equal(runs):
     """Weights, momentum, loss scale and its growth counter, rows."""
-    whole, again = runs["fused"], runs["resumed"]
+    whole = runs["fused"]
+    again = runs["resumed"]
     assert len(again.rows) < len(whole.rows)
     for file in ("model", "optimizer"):
         assert identical(whole.tensors(file), again.tensors(file))
@@ -149,10 +151,8 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all(runs, run_on_gpus, folde
     the rest is equal.
     """
     case = command(SHARDED, folder, OVERFLOW_OF_A_SHARD)
-    whole, cut = (
-        runs["unsharded"],
-        run_on_gpus(2, {"sharded": case}, precision="fp16", env=FSDP)["sharded"],
-    )
+    whole = runs["unsharded"]
+    cut = run_on_gpus(2, {"sharded": case}, precision="fp16", env=FSDP)["sharded"]
     assert cut.outcome == "ok" and "in 2 shards" in cut.stdout, cut.text
     assert [norm is None for norm in cut.column("train/grad_norm")] == [True, False, True, False]
     for key in ("train/loss_scale", "train/skipped_steps"):

@@ -37,7 +37,8 @@ IS_REAL = "LD_PRELOAD" not in os.environ and torch.cuda.is_available()
 WAIT = "cudaStreamSynchronize"
 
 # Steps that are made before, in which much happens once; and steps that are counted.
-FIRST, STEPS = 3, 2
+FIRST = 3
+STEPS = 2
 # Runs of `recipes/cls.py`, precision and words, whose steps wait for nothing.
 CLS = {
     "varied": (
@@ -64,7 +65,9 @@ CLS = {
 }
 if IS_REAL:
     CLS["compiled"] = ("bf16", "--mixup 0.2 --color_jitter 0.3 --compile")
-IMAGES, MICRO_STEPS, LEVELS = 4, 2, 2  # of a step of `recipes/det.py`, on one device
+IMAGES = 4
+MICRO_STEPS = 2
+LEVELS = 2  # of a step of `recipes/det.py`, on one device
 # How many proposals of an image are left; which of them belong to each level; scipy matches queries
 # and boxes on the host.
 _SUPPRESSION = {"models/boxes.py, ops/boxes.py": IMAGES}
@@ -112,7 +115,9 @@ def counted_steps(main: Callable[[], None]) -> list[Counter[str]]:
     A step lasts from the end of one call of the optimizer to the end of the next. Names are a
     function of CUDA and a place.
     """
-    made, counted, counting = 0, [], False
+    made = 0
+    counted = []
+    counting = False
 
     def end_step(*_) -> None:
         nonlocal made, counting
@@ -225,7 +230,8 @@ def check(steps, waits, hidden=None):
     """Every step has exactly these waits; `hidden`: waits that only the pretended runtime hears."""
     assert steps
     for step in steps:
-        found, others = Counter(), Counter()
+        found = Counter()
+        others = Counter()
         for name, often in step.items():
             function, place = name.split(" ", 1)
             if function == WAIT:

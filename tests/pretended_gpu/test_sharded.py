@@ -60,7 +60,8 @@ def assert_trained(run: Outcome, states: float, devices: int, gib: float) -> tup
 @pytest.mark.gpu
 @pytest.mark.long
 def test_a_model_that_one_gpu_has_no_room_for_trains_on_two(run_on_gpus, folder: Path) -> None:
-    model, gib = "vit_small_patch16_224", 0.35
+    model = "vit_small_patch16_224"
+    gib = 0.35
     refused = train(run_on_gpus, 1, gib, model, folder)
     assert (
         refused.outcome == "refused"

@@ -34,7 +34,7 @@ def kept_server():
 @pytest.fixture
 def server(kept_server, quick):
     kept_server.files = {"/a.tar": DATA, "/empty.tar": b""}
-    for state in (kept_server.tags, kept_server.faults, kept_server.asked):
+    for state in (kept_server.tags, kept_server.faults, kept_server.requests):
         state.clear()
     return kept_server
 
@@ -80,7 +80,7 @@ def test_patterns_name_shards(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "pattern, said",
+    "pattern, message",
     [
         ("s3://user:hunter2@bucket/{0..1}.tar", "s3://bucket/0.tar: Install s3fs to access S3"),
         ("odd://x.tar", "odd://x.tar: Protocol not known: odd"),
@@ -95,10 +95,10 @@ def test_patterns_name_shards(tmp_path, monkeypatch):
         (" , ", "names no shard"),
     ],
 )
-def test_refused_patterns(pattern, said, tmp_path):
+def test_refused_patterns(pattern, message, tmp_path):
     with pytest.raises(Refused) as refused:
         expand(pattern.replace("{tmp}", str(tmp_path)))
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert not any(secret in str(refused.value) for secret in SECRETS)
 
 
@@ -114,7 +114,7 @@ SIGNED = "https://h/a.tar?X-Amz-Date=1&X-Amz-Signature=2"
 
 
 @pytest.mark.parametrize(
-    "name, other, is_same",
+    "name, other_name, is_same",
     [
         (SIGNED, "https://h/a.tar?X-Amz-Date=3&X-Amz-Signature=4", True),
         (
@@ -129,8 +129,8 @@ SIGNED = "https://h/a.tar?X-Amz-Date=1&X-Amz-Signature=2"
         ("/a.tar?expires=1", "/a.tar?expires=2", False),
     ],
 )
-def test_only_the_signature_of_a_url_identifies_nothing(name, other, is_same):
-    assert (remove_signature(name) == remove_signature(other)) == is_same
+def test_only_the_signature_of_a_url_identifies_nothing(name, other_name, is_same):
+    assert (remove_signature(name) == remove_signature(other_name)) == is_same
 
 
 # ---- local files and fsspec
@@ -237,19 +237,20 @@ def test_passing_faults(server, fault):
     """The same bytes come after two such answers, of `stat` as well as of `read`."""
     server.files |= {"/moved.tar": DATA, "/signed.tar": DATA}
     server.faults["/signed.tar"] = ["status 403", "", "status 403"]
-    name, fault = f"{server.url}/a.tar", fault.replace("_", " ")
+    name = f"{server.url}/a.tar"
+    fault = fault.replace("_", " ")
     server.faults["/a.tar"] = [fault] * 2
     if fault != "short":  # of one byte
         assert stat(name) == (len(DATA), '"first"')
-    asked = len(server.requests)
+    num_requests = len(server.requests)
     server.faults["/a.tar"] = [fault] * 2
     assert read(name, 1000, 3000, '"first"') == DATA[1000:3000]
-    assert len(server.requests) - asked >= 2
+    assert len(server.requests) - num_requests >= 2
     assert not server.faults["/a.tar"] or "redirect" in fault
 
 
 @pytest.mark.parametrize(
-    "fault, said",
+    "fault, message",
     [
         (
             "status 403",
@@ -276,7 +277,7 @@ def test_passing_faults(server, fault):
         ),
     ],
 )
-def test_faults_that_last(server, monkeypatch, fault, said):
+def test_faults_that_last(server, monkeypatch, fault, message):
     """One line names shard, offset and cause, and no secret."""
     monkeypatch.setattr(ranges, "PATIENCE_S", 0.2)
     server.faults["/a.tar"] = [fault] * 1000
@@ -285,38 +286,38 @@ def test_faults_that_last(server, monkeypatch, fault, said):
         read(name, 10, 20, '"first"')
     server.faults["/a.tar"] = []
     text = str(error.value)
-    assert text.startswith(f"{server.url}/a.tar: byte 10: {said}")
+    assert text.startswith(f"{server.url}/a.tar: byte 10: {message}")
     assert "\n" not in text
-    shown = "".join(traceback.format_exception(error.value))
-    assert not any(secret in shown for secret in SECRETS)
-    again = pickle.loads(pickle.dumps(error.value))
-    assert (type(again), str(again)) == (Refused, text)
+    trace = "".join(traceback.format_exception(error.value))
+    assert not any(secret in trace for secret in SECRETS)
+    unpickled = pickle.loads(pickle.dumps(error.value))
+    assert (type(unpickled), str(unpickled)) == (Refused, text)
 
 
-def digest_of(asked: list) -> str:
+def digest_of(ranges: list) -> str:
     with ThreadPoolExecutor(8) as pool:
-        return hashlib.sha256(b"".join(pool.map(lambda one: read(*one), asked))).hexdigest()
+        return hashlib.sha256(b"".join(pool.map(lambda args: read(*args), ranges))).hexdigest()
 
 
 def test_other_processes_have_their_own_connections(server):
     """Forked ones as well, whose parent keeps reading on the connections that they inherit."""
     name = f"{server.url}/a.tar"
-    asked = [(name, start, start + 5000, '"first"') for start in range(0, 94_000, 2350)]
-    digest = digest_of(asked)
-    mine = {port for _, _, port in server.requests}
+    ranges = [(name, start, start + 5000, '"first"') for start in range(0, 94_000, 2350)]
+    digest = digest_of(ranges)
+    ports = {port for _, _, port in server.requests}
     server.requests.clear()
 
     def child(results) -> None:
-        results.put(digest_of(asked))
+        results.put(digest_of(ranges))
 
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     children = [context.Process(target=child, args=(results,)) for _ in range(2)]
     for process in children:
         process.start()
-    found = [results.get(timeout=30) for _ in children]
+    digests = [results.get(timeout=30) for _ in children]
     for process in children:
         process.join()
-    assert found == [digest] * 2
-    assert not mine & {port for _, _, port in server.requests}
-    assert digest_of(asked) == digest
+    assert digests == [digest] * 2
+    assert not ports & {port for _, _, port in server.requests}
+    assert digest_of(ranges) == digest

@@ -122,15 +122,13 @@ def test_names_of_any_length_and_labels_of_any_kind_are_read(tmp_path, kind):
     )
     (tmp_path / "a.tar").write_bytes(tar_of(*members, kind=kind))
     index = read(tmp_path / "a.tar", is_eval_only=True)[0]
-    assert [index.content(place) for place in range(3)] == [PIXEL, b"second", b"third"]
+    assert [index.content(i) for i in range(3)] == [PIXEL, b"second", b"third"]
     assert index.classes == ("3", "12") and index.labels.tolist() == [0, 0, 1]
     assert index.notes == ("4 samples, left out: 1 (no image), first alone",)
-    wanted = [f"{folder}/a.jpg", "../../etc/passwd.JPG", "b.c.png"]
-    assert [index.name(place) for place in range(3)] == [
-        f"{tmp_path}/a.tar/{name}" for name in wanted
-    ]
+    expected = [f"{folder}/a.jpg", "../../etc/passwd.JPG", "b.c.png"]
+    assert [index.name(i) for i in range(3)] == [f"{tmp_path}/a.tar/{name}" for name in expected]
     (tmp_path / "a.tar").unlink()  # a list of names reads nothing
-    listed = [index.listed_name(place).rpartition(" ") for place in range(3)]
+    listed = [index.listed_name(i).rpartition(" ") for i in range(3)]
     assert {name for name, *_ in listed} == {f"{tmp_path}/a.tar/byte"}
     assert all(index.entries["start"] == [int(start) for *_, start in listed])
 
@@ -174,11 +172,11 @@ def test_samples_of_a_group_are_held_out_together(server, tmp_path, kind):
         server.files["/groups/all.parquet"] = parquet_of(table, row_group_size=7)
         data = f"{server.url}/groups/all.parquet"
     sides = read(data, group_column="patient")
-    found = [
+    groups = [
         {patients[int(source.content(n).removeprefix(PIXEL))] for n in range(len(source))}
         for source in sides
     ]
-    assert not found[0] & found[1] and len(found[0] | found[1]) == 12
+    assert not groups[0] & groups[1] and len(groups[0] | groups[1]) == 12
     assert [len(source) for source in sides] == [40, 20]
     assert "--group_column site" in refusal(data, group_column="site")
 
@@ -270,8 +268,8 @@ HOSTILE = {
 def test_hostile_tars_are_refused_by_a_line_with_the_shard(tmp_path, kind):
     content, text = HOSTILE[kind]
     (tmp_path / "a.tar").write_bytes(content)
-    said = refusal(tmp_path / "a.tar", is_eval_only=True)
-    assert text in said and str(tmp_path / "a.tar") in said
+    message = refusal(tmp_path / "a.tar", is_eval_only=True)
+    assert text in message and str(tmp_path / "a.tar") in message
     assert [file.name for file in tmp_path.rglob("*")] == ["a.tar"]
 
 
@@ -289,7 +287,7 @@ def test_tars_behind_tars_are_read_to_their_end(tmp_path):
     texts = [tar_of((f"{key}.cls", b" 1\n"), (f"{key}.png", PIXEL + key.encode())) for key in "abc"]
     (tmp_path / "a.tar").write_bytes(b"".join(texts))
     source = read(tmp_path / "a.tar", is_eval_only=True)[0]
-    assert [source.content(place) for place in range(len(source))] == [
+    assert [source.content(i) for i in range(len(source))] == [
         PIXEL + b"a",
         PIXEL + b"b",
         PIXEL + b"c",
@@ -306,7 +304,7 @@ def test_links_sparse_files_and_devices_are_no_images(tmp_path):
     good = [(name.replace("a", key), content) for key in "vwxyz" for name, content in GOOD]
     (tmp_path / "a.tar").write_bytes(tar_of(sparse, *members, *good))
     source = read(tmp_path / "a.tar", is_eval_only=True)[0]
-    assert [source.content(place) for place in range(len(source))] == [PIXEL] * 5
+    assert [source.content(i) for i in range(len(source))] == [PIXEL] * 5
     assert source.notes == ("9 samples, left out: 4 (no image), first l",)
     assert [file.name for file in tmp_path.iterdir()] == ["a.tar"]
 
@@ -345,7 +343,7 @@ PARQUET = {
 
 @pytest.mark.parametrize("kind", PARQUET)
 def test_hostile_parquet_at_a_url_is_refused_in_one_line(server, kind):
-    path = f"/{[*PARQUET].index(kind)}/a.parquet"
+    path = f"/{list(PARQUET).index(kind)}/a.parquet"
     server.files[path], text = PARQUET[kind]
     with bounded(), pytest.raises(Refused) as refused:
         read(f"{server.url}{path}", is_eval_only=True)[0].content(0)
@@ -389,7 +387,8 @@ def test_headers_that_were_overwritten_with_zeros_have_no_name():
 def test_an_index_is_kept_until_a_shard_changes(files, tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     write_tars(files, tmp_path / "tars", "train")
-    before, shard = read(tmp_path / "tars"), tmp_path / "tars/train-000.tar"
+    before = read(tmp_path / "tars")
+    shard = tmp_path / "tars/train-000.tar"
     stat = shard.stat()
     shard.write_bytes(b"x" * stat.st_size)  # an index that was made again would refuse it
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -398,13 +397,13 @@ def test_an_index_is_kept_until_a_shard_changes(files, tmp_path, monkeypatch):
     ]
     shard.write_bytes(tar_of(*GOOD))
     for source in before:
-        for place in np.flatnonzero(source.entries["shard"] == 0).tolist():
+        for i in np.flatnonzero(source.entries["shard"] == 0).tolist():
             with pytest.raises(
                 Refused, match=r"train-000.tar: byte 512: it has changed since it was indexed"
             ):
-                source.content(place)
+                source.content(i)
     assert read(tmp_path / "tars")[0].fingerprint != before[0].fingerprint
-    assert len([*(tmp_path / "cache").iterdir()]) == 2
+    assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 DAMAGE = {
@@ -429,19 +428,19 @@ def test_a_damaged_index_is_made_again(tmp_path, monkeypatch, damage):
         ]
     (tmp_path / "a.tar").write_bytes(tar_of(*members))
     before = read(tmp_path / "a.tar", is_eval_only=True)[0]
-    (kept,) = (tmp_path / "cache").iterdir()
-    names = sorted(file.name for file in kept.iterdir())
+    (cache_file,) = (tmp_path / "cache").iterdir()
+    names = sorted(file.name for file in cache_file.iterdir())
     assert names == ["edges.npy", "entries", "facts.json", "labels.npy"]
     for name in names:
-        DAMAGE[damage](kept / name)
+        DAMAGE[damage](cache_file / name)
         with bounded():
-            again = read(tmp_path / "a.tar", is_eval_only=True)[0]
+            remade = read(tmp_path / "a.tar", is_eval_only=True)[0]
         assert (
-            again.labels.tolist() == before.labels.tolist()
-            and again.fingerprint == before.fingerprint
+            remade.labels.tolist() == before.labels.tolist()
+            and remade.fingerprint == before.fingerprint
         )
-        assert again.content(3) == PIXEL + b"3" and again.classes == before.classes
-        assert (kept / name).is_file() and not [*(tmp_path / "cache").glob("unfinished-*")]
+        assert remade.content(3) == PIXEL + b"3" and remade.classes == before.classes
+        assert (cache_file / name).is_file() and not list((tmp_path / "cache").glob("unfinished-*"))
 
 
 def test_an_index_of_shards_without_a_tag_is_not_kept(server, tmp_path, monkeypatch):
@@ -451,7 +450,7 @@ def test_an_index_of_shards_without_a_tag_is_not_kept(server, tmp_path, monkeypa
         label = key.encode()
         server.files["/get.tar"] = tar_of(("a.cls", label), ("a.png", PIXEL))
         assert read(f"{server.url}/get.tar", is_eval_only=True)[0].classes == (key,)
-    assert not [*tmp_path.iterdir()]
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_room_for_the_index_a_run_has_no_cache(files, tmp_path, monkeypatch):
@@ -461,7 +460,7 @@ def test_without_room_for_the_index_a_run_has_no_cache(files, tmp_path, monkeypa
         assert len(read(tmp_path / "tars", is_eval_only=True)[0]) == 349
         monkeypatch.setattr(tempfile, "tempdir", str(small))
         line = refusal(tmp_path / "tars", is_eval_only=True)
-        assert not [*small.iterdir()]
+        assert not list(small.iterdir())
     assert (
         f"the index of shards can't be written to {small}: No space left on device; make room there"
         in line
@@ -484,7 +483,7 @@ def test_an_archive_in_an_image_folder_makes_no_shards_of_it(tmp_path):
 def read_on_ranks(data: str, at_once: int) -> tuple[str, list[str]]:
     entries._AT_ONCE = at_once
     source = read(data, is_eval_only=True)[0]
-    return source.fingerprint, [source.name(place) for place in range(0, len(source), 20)]
+    return source.fingerprint, [source.name(i) for i in range(0, len(source), 20)]
 
 
 def test_ranks_make_the_index_together(files, processes, tmp_path):
@@ -541,7 +540,9 @@ def test_each_sample_comes_once_an_epoch_wherever_one_begins(batch, pool):
 
 def test_few_blocks_are_in_use_and_a_machine_reads_its_own():
     sizes = np.random.default_rng(0).integers(10, 30, 20_000)
-    order, count, batch = Blocks(np.cumsum([0, *sizes]), 256), int(sizes.sum()), 256
+    order = Blocks(np.cumsum([0, *sizes]), 256)
+    count = int(sizes.sum())
+    batch = 256
     samples = np.concatenate(
         [
             order.shuffle(np.arange(start, min(start + 2**16, count)), 0, 1, batch)
@@ -549,7 +550,8 @@ def test_few_blocks_are_in_use_and_a_machine_reads_its_own():
         ]
     )
     of = order.find(samples)
-    first, last = np.full(len(sizes), count), np.zeros(len(sizes), np.int64)
+    first = np.full(len(sizes), count)
+    last = np.zeros(len(sizes), np.int64)
     np.minimum.at(first, of, np.arange(count))
     np.maximum.at(last, of, np.arange(count))
     changes = np.bincount(first, minlength=count + 1) - np.bincount(last + 1, minlength=count + 1)
@@ -607,17 +609,21 @@ def read_steps(source, stream: Stream, worker: int, together, files: list[bytes]
     """Every third step of an epoch, as a data worker reads it."""
     for step in range(worker, 45, 3):
         together.wait(60)
-        here, later = (
+        first_part, second_part = (
             stream.get_indices(np.arange(min(349, at * 8), min(349, at * 8 + 8)))
             for at in (step, step + 3)
         )
-        source.expect(here)
-        source.expect(later)
-        assert [source.content(int(index)) for index in here] == [files[index] for index in here]
+        source.expect(first_part)
+        source.expect(second_part)
+        assert [source.content(int(index)) for index in first_part] == [
+            files[index] for index in first_part
+        ]
 
 
-@pytest.mark.parametrize("slots, most", [(24, 1.1), (8, 1e9)])
-def test_data_workers_read_a_block_hardly_more_than_once(files, server, monkeypatch, slots, most):
+@pytest.mark.parametrize("slots, max_reads", [(24, 1.1), (8, 1e9)])
+def test_data_workers_read_a_block_hardly_more_than_once(
+    files, server, monkeypatch, slots, max_reads
+):
     monkeypatch.setattr(shard_index, "_BLOCK", 2**13)
     source = read(f"{server.url}/tars/train-{{000..002}}.tar", is_eval_only=True)[0]
     count = len(source.blocks.edges) - 1
@@ -626,8 +632,10 @@ def test_data_workers_read_a_block_hardly_more_than_once(files, server, monkeypa
     assert source.notes[-1].startswith("99% of neighbours in the shards have the same class")
     assert not shard_source._describe_order(np.random.default_rng(0).choice(2, 1000, p=[0.9, 0.1]))
     server.requests.clear()
-    fork, stream = multiprocessing.get_context("fork"), Stream(349, 8, 0, blocks=source.blocks)
-    together, contents = fork.Barrier(3), [file.read_bytes() for file in list_class_images(files)]
+    fork = multiprocessing.get_context("fork")
+    stream = Stream(349, 8, 0, blocks=source.blocks)
+    together = fork.Barrier(3)
+    contents = [file.read_bytes() for file in list_class_images(files)]
     workers = [
         fork.Process(target=read_steps, args=(source, stream, worker, together, contents))
         for worker in range(3)
@@ -637,8 +645,8 @@ def test_data_workers_read_a_block_hardly_more_than_once(files, server, monkeypa
     for worker in workers:
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
-    asked = [(path, headers["Range"]) for path, headers, _ in server.requests]
-    assert len({*asked}) == count and len(asked) <= most * count
+    requests = [(path, headers["Range"]) for path, headers, _ in server.requests]
+    assert len(set(requests)) == count and len(requests) <= max_reads * count
 
 
 def test_blocks_that_are_missing_together_come_in_few_answers(files, server, monkeypatch):
@@ -649,8 +657,8 @@ def test_blocks_that_are_missing_together_come_in_few_answers(files, server, mon
     source.expect(np.arange(349))
     contents = [file.read_bytes() for file in list_class_images(files)]
     some = source.select(np.arange(3, 349, 7)).select(np.arange(2, 40))  # they share the cache
-    assert [source.content(place) for place in range(349)] == contents
-    assert [some.content(place) for place in range(38)] == contents[17:283:7]
+    assert [source.content(i) for i in range(349)] == contents
+    assert [some.content(i) for i in range(38)] == contents[17:283:7]
     assert len(source.blocks.edges) - 1 > 60 and len(server.requests) <= 3 + block_cache.IN_FLIGHT
 
 
@@ -664,8 +672,8 @@ def test_a_data_set_on_the_hub_is_read_where_it_lies(server, monkeypatch):
         ]
     }
     files[datasets.Split.TEST] = [f"{server.url}/parquet/train-000.parquet"]
-    found = SimpleNamespace(config=SimpleNamespace(data_files=files))
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: found)
+    builder = SimpleNamespace(config=SimpleNamespace(data_files=files))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: builder)
     train, val = read("owner/name", streaming=True, split="test")
     assert (len(train), len(val), train.part, val.part) == (
         348,

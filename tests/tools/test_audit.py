@@ -27,17 +27,16 @@ def suspicious(folder: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def runs(run_several, tmp_path_factory) -> dict[str, Path]:
     """Runs of digits, some with a wrong label; the name of each file begins with the right one."""
-    folder, random = tmp_path_factory.mktemp("spoilt"), np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("spoilt")
+    random = np.random.default_rng(0)
     parts = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     images = [
         (source.image(index), source.labels[index])
         for source in parts
         for index in range(len(source))
     ]
-    changed, table = (
-        {*random.permutation(len(images))[: round(SHARE * len(images))].tolist()},
-        ["path,label"],
-    )
+    changed = set(random.permutation(len(images))[: round(SHARE * len(images))].tolist())
+    table = ["path,label"]
     for number, (image, label) in enumerate(images):
         image.save(folder / f"{label}_{number}.png")
         table.append(

@@ -47,7 +47,8 @@ def test_ap_over_resampled_images_is_cocos_of_repeated_images() -> None:
     once = np.ones((1, len(source)), np.int64)
     weights = np.concatenate([once, next(bootstrap.draw_resamples(len(source), 12)), 0 * once])
     ap = AveragePrecision(source, *detections.to_arrays())
-    values, per_class = ap(weights), ap.compute_per_class(weights)
+    values = ap(weights)
+    per_class = ap.compute_per_class(weights)
     assert np.isnan(values[-1]) and len(set(values[:-1].round(6))) > 10
     for row, counts in enumerate(weights[:-1]):
         expected = repeated(source, found, counts)
@@ -57,8 +58,11 @@ def test_ap_over_resampled_images_is_cocos_of_repeated_images() -> None:
 
 
 def test_intervals_hold_the_true_difference_as_they_say() -> None:
-    random, images, trials = np.random.default_rng(0), 400, 250
-    held, called_better = 0, 0
+    random = np.random.default_rng(0)
+    images = 400
+    trials = 250
+    held = 0
+    called_better = 0
     for _ in range(trials):
         ease = random.random(images)  # pairs: the same images are hard for both
         first, second, equal = (random.random(images) < ease**power for power in (0.5, 0.4, 0.5))
@@ -78,16 +82,17 @@ def test_intervals_hold_the_true_difference_as_they_say() -> None:
 
 
 def test_resamples_are_always_the_same(monkeypatch) -> None:
-    first = np.concatenate([*bootstrap.draw_resamples(37, 50)])
+    first = np.concatenate(list(bootstrap.draw_resamples(37, 50)))
     assert (first.sum(1) == 37).all() and abs((first == 0).mean() - math.exp(-1)) < 0.03
     monkeypatch.setattr(bootstrap, "_MAX_CELLS", 37 * 20)  # in parts, which take less memory
-    parts = [*bootstrap.draw_resamples(37, 50)]
+    parts = list(bootstrap.draw_resamples(37, 50))
     assert [len(part) for part in parts] == [20, 20, 10] and (np.concatenate(parts) == first).all()
 
 
 def test_f1_over_resampled_images_is_that_of_repeated_images() -> None:
     random = torch.Generator().manual_seed(0)
-    logits, labels = torch.randn(30, 4, generator=random), torch.rand(30, 4, generator=random) < 0.4
+    logits = torch.randn(30, 4, generator=random)
+    labels = torch.rand(30, 4, generator=random) < 0.4
     found = logits > 0
     counts = torch.stack([(found & labels).sum(1), (found ^ labels).sum(1)], 1).numpy()
     weights = next(bootstrap.draw_resamples(30, 5))
@@ -104,10 +109,8 @@ def test_f1_over_resampled_images_is_that_of_repeated_images() -> None:
 def worse(run: Path, copy: Path, noise: float) -> Path:
     """A copy of a run whose best model has other weights, another learning rate and another recipe."""
     copy_run(run, copy)
-    weights, random = (
-        load_file(copy / "best" / "model.safetensors"),
-        torch.Generator().manual_seed(0),
-    )
+    weights = load_file(copy / "best" / "model.safetensors")
+    random = torch.Generator().manual_seed(0)
     for tensor in weights.values():
         if tensor.is_floating_point() and tensor.ndim > 1:
             tensor += noise * tensor.std() * torch.randn(tensor.shape, generator=random)
@@ -129,10 +132,8 @@ def compared(capsys, output: Path, *words: object) -> tuple[str, dict]:
 def test_a_worse_classifier_is_told_from_better_and_equal_ones(
     run_tool, trained_classifier, tmp_path, capsys
 ) -> None:
-    other, copy = (
-        worse(trained_classifier, tmp_path / "other", 0.8),
-        copy_run(trained_classifier, tmp_path / "copy"),
-    )
+    other = worse(trained_classifier, tmp_path / "other", 0.8)
+    copy = copy_run(trained_classifier, tmp_path / "copy")
     runs = (
         trained_classifier,
         other,
@@ -185,7 +186,8 @@ def test_a_worse_detector_is_told_from_a_better_one(trained_detector, tmp_path, 
 
 
 def test_what_folders_record_needs_no_model(trained_classifier, tmp_path, capsys) -> None:
-    copy, killed = copy_run(trained_classifier, tmp_path / "copy"), tmp_path / "killed"
+    copy = copy_run(trained_classifier, tmp_path / "copy")
+    killed = tmp_path / "killed"
     text, _ = compared(capsys, tmp_path / "out", trained_classifier, copy, "--recorded")
     assert (
         "configuration: what differs\n  nothing\n" in text

@@ -86,7 +86,9 @@ def rows_of(file: Path) -> dict[tuple[str, str], dict]:
 
 
 def test_a_check_that_fails_on_one_rank_keeps_no_other(launch, tmp_path) -> None:
-    script, dead, hung = tmp_path / "faulty.py", tmp_path / "dead.json", tmp_path / "hung.json"
+    script = tmp_path / "faulty.py"
+    dead = tmp_path / "dead.json"
+    hung = tmp_path / "hung.json"
     script.write_text(FAULTY)
     dying = launch.start("multi_cpu", script, "--json", dead, "dies")
     port = free_port()
@@ -123,7 +125,8 @@ def test_a_check_that_fails_on_one_rank_keeps_no_other(launch, tmp_path) -> None
 
 
 def test_processes_that_can_not_meet_say_who_waits_for_what(launch, tmp_path) -> None:
-    port, files = free_port(), [tmp_path / f"{rank}.json" for rank in range(2)]
+    port = free_port()
+    files = [tmp_path / f"{rank}.json" for rank in range(2)]
     words = ["-m", "tools.doctor", "--wait", 1, "--only", "launch,network", "--json"]
     worlds = exported(0, 2, free_port()), exported(1, 2, port)  # nobody listens at that port
     started = [
@@ -187,7 +190,7 @@ def test_a_rehearsal_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path
         r"^not run +rehearsal +stopped by SIGINT$", done.stdout, re.M
     ), done.stdout
     assert "not everything was checked: " in done.stdout and "will work" not in done.stdout
-    assert not psutil.wait_procs(runs, 5)[1] and not [*tmp_path.iterdir()]
+    assert not psutil.wait_procs(runs, 5)[1] and not list(tmp_path.iterdir())
 
 
 def test_a_rehearsal_trains_and_leaves_nothing(launch, tmp_path) -> None:

@@ -19,7 +19,7 @@ ONLY = ["--only", "launch,network"]
 
 
 def run(*words: object) -> None:
-    subprocess.run([*map(str, words)], check=True, capture_output=True, text=True)
+    subprocess.run(list(map(str, words)), check=True, capture_output=True, text=True)
 
 
 def summary(rows: dict[tuple[str, str], dict], status: str) -> dict[str, str]:

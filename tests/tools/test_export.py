@@ -78,7 +78,7 @@ def test_every_format_is_the_model_that_was_measured(trained_classifier, tmp_pat
             == figures["top1_exported"]
             == pytest.approx(recorded["top1"], abs=1e-12)
         )
-        assert about["classes"] == [*"0123456789"] and len(about["vectors"]) == 10
+        assert about["classes"] == list("0123456789") and len(about["vectors"]) == 10
         checked = check(folder, blocked)
         assert checked.returncode == 0 and checked.stdout.count("\n") == 1, (
             checked.stdout + checked.stderr
@@ -177,7 +177,8 @@ def test_pixels_are_those_of_the_evaluation_to_the_last_level(
         "crop_mode": crop_mode,
     }
     config |= {"mean": tuple(mean.tolist()), "std": (1 / 255,) * 3}
-    exported, evaluated = classifier.build_preprocessing(config), EvalTransform(config)
+    exported = classifier.build_preprocessing(config)
+    evaluated = EvalTransform(config)
     for picture in pictures:
         pixels = (
             exported(torch.from_numpy(picture.copy()).permute(2, 0, 1)[None])[0]
@@ -237,12 +238,12 @@ def test_several_labels_have_a_probability_each(tmp_path) -> None:
         "0.5",
     ]
     main(
-        [
-            *map(
+        list(
+            map(
                 str,
                 [tmp_path / "best", "--to", "torch_export", *flags, "-o", tmp_path / "out", *QUICK],
             )
-        ]
+        )
     )
     about = read(tmp_path / "out" / "export.json")
     assert (
@@ -264,7 +265,7 @@ def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, t
     model = eval(own)
     config = {"input_size": (3, 32, 32), "interpolation": "bicubic", "crop_pct": 1.0}
     config |= {"mean": (0.5,) * 3, "std": (0.5,) * 3}
-    timm_models.export_classifier(model, [*"0123456789"], config, False, {}, tmp_path / "best")
+    timm_models.export_classifier(model, list("0123456789"), config, False, {}, tmp_path / "best")
     shutil.copy(trained_classifier / "best" / "run.json", tmp_path / "best")
     update_json(tmp_path / "best" / "run.json", recipe="mine")
     source = (ROOT / "recipes" / "cls.py").read_text()

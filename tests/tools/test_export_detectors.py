@@ -217,7 +217,8 @@ def test_an_export_has_the_ap_of_its_run_without_torch(trained_detector, tmp_pat
     main([str(run), "--to", "onnx", "--workers", "0"])
     folder = run / "export" / "onnx"
     about = read(folder / "export.json")
-    figures, recorded = about["validation"], read(run / "best" / "results.json")
+    figures = about["validation"]
+    recorded = read(run / "best" / "results.json")
     assert figures["AP"] == pytest.approx(recorded["AP"], abs=1e-6) and figures["AP"] > 0.1
     assert figures["AP_exported"] == pytest.approx(figures["AP"], abs=1e-4)
     assert figures["images"] == recorded["count"] and figures["differing"] == 0
@@ -242,7 +243,8 @@ def test_an_export_has_the_ap_of_its_run_without_torch(trained_detector, tmp_pat
     compiled = openvino.Core().compile_model(folder / "model.onnx", "CPU", exactly)
     run_openvino = lambda pixels: {name: compiled([pixels])[name].copy() for name in DETECTIONS}  # noqa: E731
     task = load_task(str(run), ["--workers", "0"], 0)
-    detector, plain = task.model, task.batches.loader.dataset.augmentation
+    detector = task.model
+    plain = task.batches.loader.dataset.augmentation
     check_photographs(detector, plain, {"onnx": (session, 0.01), "openvino": (run_openvino, 0.01)})
 
 

@@ -40,13 +40,15 @@ def reported(run, run_several) -> Path:
 
 
 def test_a_report_has_the_numbers_of_the_run_and_of_any_layout(run, reported, forks) -> None:
-    report, best = report_in(reported), report_in(run / "best")
+    report = report_in(reported)
+    best = report_in(run / "best")
     for key in ("top1", "per_class", "count"):
         assert report[key] == best[key]
     assert report["thresholds"] == best["thresholds"] and len(set(best["thresholds"].values())) > 1
     assert report["ece"] == pytest.approx(best["ece"], abs=1e-6) and 0 < best["ece"] < 0.2
-    classes, calibration = report["classes"], report["calibration"]
-    assert list(classes) == [*"0123456789"]
+    classes = report["classes"]
+    calibration = report["calibration"]
+    assert list(classes) == list("0123456789")
     assert {name: row["recall"] for name, row in classes.items()} == report["per_class"]
     assert np.mean([row["f1"] for row in classes.values()]) == pytest.approx(report["f1_macro"])
     assert all(row["f1_at_threshold"] > 0.9 for row in classes.values())
@@ -92,7 +94,8 @@ def on_parts(run_several, tmp_path_factory) -> dict[str, Outcome]:
         "test" not in (run.folder / "metrics.jsonl").read_text()
         and not (run.folder / "evaluation").exists()
     )
-    best, copy = run.folder / "best", shutil.copytree(run.folder / "best", folder / "model")
+    best = run.folder / "best"
+    copy = shutil.copytree(run.folder / "best", folder / "model")
     cases = {
         "val": ["--eval_only", best],
         "test": ["--eval_only", best, "--split", "test"],
@@ -130,10 +133,10 @@ def test_each_part_and_each_setting_has_a_report_of_its_own(
 
 def test_reports_stand_with_the_run_or_where_they_are_asked_for(on_parts) -> None:
     folder = on_parts["run"].folder
-    assert {*(folder / "evaluation").iterdir()} == {
+    assert set((folder / "evaluation").iterdir()) == {
         report_of(on_parts[name]) for name in ("val", "test", "large")
     }
-    assert [*(folder.parent / "here/evaluation").iterdir()] == [report_of(on_parts["copy"])]
+    assert list((folder.parent / "here/evaluation").iterdir()) == [report_of(on_parts["copy"])]
     exported = {path.name for path in (folder / "best").iterdir()}
     beside = {path.name for path in (folder.parent / "model").iterdir()}
     assert beside <= exported, "nothing is written beside a model"

@@ -52,7 +52,8 @@ def held_out(run: Path):
 @pytest.fixture(scope="module")
 def digits(trained_classifier, tmp_path_factory) -> Path:
     """The validation images of the classifier as files, one folder per class."""
-    folder, source = tmp_path_factory.mktemp("digits"), held_out(trained_classifier)
+    folder = tmp_path_factory.mktemp("digits")
+    source = held_out(trained_classifier)
     for index, label in enumerate(source.labels.tolist()):
         (folder / str(label)).mkdir(exist_ok=True)
         source.image(index).save(folder / str(label) / f"{index}.png")
@@ -62,9 +63,11 @@ def digits(trained_classifier, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def of_boxes(trained_detector, tmp_path_factory) -> Path:
     """A folder with the validation images of the detector in val/, and instances.json."""
-    folder, source = tmp_path_factory.mktemp("boxes"), held_out(trained_detector)
+    folder = tmp_path_factory.mktemp("boxes")
+    source = held_out(trained_detector)
     (folder / "val").mkdir()
-    images, objects = [], []
+    images = []
+    objects = []
     for index, (width, height) in enumerate(source.sizes.tolist()):
         source.image(index).save(folder / "val" / f"{index}.png")
         images.append(
@@ -163,12 +166,12 @@ def test_images_in_shards_give_the_rows_of_their_files(
 
     def rows(*words: object) -> list[dict]:
         main(
-            [
-                *map(
+            list(
+                map(
                     str,
                     [run, *words, "-o", tmp_path / "rows.csv", "--overwrite", "--format", "csv"],
                 )
-            ]
+            )
         )
         return list(csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text())))
 
@@ -179,7 +182,7 @@ def test_images_in_shards_give_the_rows_of_their_files(
         "not an image" in row["error"] for row in of_files
     )
     names = {row["file"].partition(".tar/")[2] for row in in_tars}
-    assert names == {*places.values()}
+    assert names == set(places.values())
     assert [row | {"file": row["file"].partition(".tar/")[2]} for row in in_tars] == [
         row | {"file": places[row["file"]]} for row in of_files
     ]
@@ -191,7 +194,8 @@ def test_images_in_shards_give_the_rows_of_their_files(
 def test_pycocotools_finds_the_recorded_ap_in_the_coco_output(
     run_tool, trained_detector, of_boxes, tmp_path
 ) -> None:
-    found, truth = tmp_path / "found.json", of_boxes / "instances.json"
+    found = tmp_path / "found.json"
+    truth = of_boxes / "instances.json"
     words = [
         trained_detector,
         of_boxes / "val",
@@ -227,7 +231,8 @@ def test_pycocotools_finds_the_recorded_ap_in_the_coco_output(
 @pytest.fixture
 def odd(digits, tmp_path) -> tuple[Path, dict[str, str]]:
     """A folder of odd files, and what is wrong with each of them, "" if nothing."""
-    folder, good = tmp_path / "odd", next(digits.rglob("*.png"))
+    folder = tmp_path / "odd"
+    good = next(digits.rglob("*.png"))
     (folder / "b.png").mkdir(parents=True)  # a folder with an image's extension
     for name in (
         "a b.png",
@@ -289,8 +294,8 @@ def test_files_that_cannot_be_read_are_rows_with_a_reason(
     assert "13 images, 7 with an error" in said
 
     main(
-        [
-            *map(
+        list(
+            map(
                 str,
                 [
                     run,
@@ -305,7 +310,7 @@ def test_files_that_cannot_be_read_are_rows_with_a_reason(
                     0.1,
                 ],
             )
-        ]
+        )
     )
     lines = list(csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text())))
     files = {line["file"] for line in lines}
@@ -490,7 +495,8 @@ def test_several_labels_are_the_classes_above_their_threshold(run_several, tmp_p
         tmp_path,
     ]
     run_several(1, {"several": words})
-    run, images = tmp_path / "several", tmp_path / "images"
+    run = tmp_path / "several"
+    images = tmp_path / "images"
     images.mkdir()
     source = held_out(run)
     for index in range(len(source)):
@@ -523,7 +529,8 @@ def test_masks_have_the_recorded_ap(run_several, scenes, tmp_path) -> None:
         tmp_path,
     ]
     run_several(1, {"masks": words}, recipe="recipes/det.py")
-    truth, found = read(scenes / "val.json"), tmp_path / "found.json"
+    truth = read(scenes / "val.json")
+    found = tmp_path / "found.json"
     coco = [
         "--format",
         "coco",
@@ -534,7 +541,7 @@ def test_masks_have_the_recorded_ap(run_several, scenes, tmp_path) -> None:
         "--draw",
         tmp_path / "drawn",
     ]
-    main([*map(str, [tmp_path / "masks", scenes / "val", *coco, "--workers", 0])])
+    main(list(map(str, [tmp_path / "masks", scenes / "val", *coco, "--workers", 0])))
     for annotation in truth["annotations"]:
         annotation |= {"iscrowd": 0, "area": float(annotation["bbox"][2] * annotation["bbox"][3])}
     (tmp_path / "truth.json").write_text(json.dumps(truth))
@@ -551,11 +558,12 @@ def test_masks_of_queries_have_the_ap_of_pycocotools(
     run_several, scenes, rf_detr_seg, tmp_path
 ) -> None:
     """Every third mask that is predicted is an object, so that an AP depends on every pixel."""
-    truth, found = read(scenes / "val.json"), tmp_path / "found.json"
+    truth = read(scenes / "val.json")
+    found = tmp_path / "found.json"
     words = f"--detector rf_detr_seg --model {rf_detr_seg} --data {scenes} --max_steps 1 --lr 1e-5"
     run_several(1, {"masks": [*words.split(), "--output_dir", tmp_path]}, recipe="recipes/det.py")
     coco = ["--format", "coco", "--images_of", scenes / "val.json", "-o", found]
-    main([*map(str, [tmp_path / "masks", scenes / "val", *coco, "--workers", 0])])
+    main(list(map(str, [tmp_path / "masks", scenes / "val", *coco, "--workers", 0])))
     truth["annotations"] = []
     for number, one in enumerate(read(found)[::3], 1):
         rle = one["segmentation"]

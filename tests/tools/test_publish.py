@@ -100,7 +100,8 @@ def test_numbers_of_an_averaged_run_are_those_of_its_export(
 
     capsys.readouterr()
     compare([str(run), str(trained_classifier), "--recorded", "-o", str(tmp_path / "out")])
-    said, found = capsys.readouterr().out, read(tmp_path / "out" / "comparison.json")["runs"][0]
+    said = capsys.readouterr().out
+    found = read(tmp_path / "out" / "comparison.json")["runs"][0]
     rows = dict(re.findall(r"^  (\S.*?) {2,}(\S+(?: %)?)", said, re.MULTILINE))
     assert (
         rows["top-1"] == f"{100 * true['top1']:.2f} %"
@@ -184,10 +185,8 @@ def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier
     texts = "data model image_column label_column eval_only init notes own".split()
     original = read(trained_classifier / "best/run.json")
     for number, place in enumerate(PLACES):
-        run, model = (
-            copy_run(trained_classifier, tmp_path / f"run-{number}"),
-            tmp_path / f"model-{number}",
-        )
+        run = copy_run(trained_classifier, tmp_path / f"run-{number}")
+        model = tmp_path / f"model-{number}"
         flags = dict.fromkeys(texts, place)
         update_json(run / "best/run.json", config=original["config"] | flags, notes=place)
         update_json(
@@ -213,8 +212,10 @@ def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier
 
 def test_names_in_a_card_are_no_markup(trained_classifier, tmp_path) -> None:
     run = copy_run(trained_classifier, tmp_path / "<i>a|*b*")
-    odd, best = "a|b <i>*_`\n[x](https://x)", run / "best"
-    names, accuracies = list("0123456789"), read(best / "results.json")["per_class"]
+    odd = "a|b <i>*_`\n[x](https://x)"
+    best = run / "best"
+    names = list("0123456789")
+    accuracies = read(best / "results.json")["per_class"]
     names[3] = odd
     update_json(best / "config.json", label_names=names)
     update_json(
@@ -245,7 +246,8 @@ def test_what_cannot_be_published_is_refused_in_one_line(trained_classifier, tmp
     )
     run = tmp_path / "run"
     shutil.copytree(trained_classifier, run)
-    weights, results = run / "best" / "model.safetensors", run / "best" / "results.json"
+    weights = run / "best" / "model.safetensors"
+    results = run / "best" / "results.json"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     assert "is not what the run saved" in refused(run, *new)
     results.write_text('{"top1": ' + "[" * 200_000)

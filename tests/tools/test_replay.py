@@ -43,7 +43,7 @@ def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(
         assert numbers[key]["logged"] == logged(trained_classifier, 100)[key]
         assert numbers[key]["replayed"] == pytest.approx(numbers[key]["logged"], rel=1e-6), key
     samples = read_rows(tmp_path / "out/samples.jsonl")
-    assert [sample["position"] for sample in samples] == [*range(99 * 64, 100 * 64)]
+    assert [sample["position"] for sample in samples] == list(range(99 * 64, 100 * 64))
     assert np.mean([sample["loss"] for sample in samples]) == pytest.approx(
         numbers["train/loss"]["logged"], rel=1e-6
     )
@@ -115,4 +115,4 @@ def test_what_can_not_be_replayed_is_refused_in_one_line(
     assert done.code == 2 and done.stderr.startswith(
         "replay: unknown flag --wrokers; did you mean workers"
     )
-    assert done.stderr.count("\n") == 1 and not [*tmp_path.iterdir()]
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())

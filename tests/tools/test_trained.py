@@ -38,7 +38,9 @@ def unfit(
     trained_classifier, trained_detector, run_several, tmp_path_factory
 ) -> dict[str, tuple[str, Outcome]]:
     """The name of the tensor that was changed, and the evaluation of these weights."""
-    folder, names, cases = tmp_path_factory.mktemp("unfit"), {}, {}
+    folder = tmp_path_factory.mktemp("unfit")
+    names = {}
+    cases = {}
     for case, (change, _) in UNFIT.items():
         recipe = case.split()[0]
         run = trained_detector if recipe == "det" else trained_classifier

@@ -57,15 +57,16 @@ FOLDERS = {
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_a_later_start_finds_the_same_without_reading_it(tmp_path, place, kind):
-    root, masks = FOLDERS[kind](tmp_path / "data"), "masks" in kind
+def test_a_later_start_finds_the_same_without_reading_it(tmp_path, cache_folder, kind):
+    root = FOLDERS[kind](tmp_path / "data")
+    masks = "masks" in kind
     first = read(root, masks)
-    (file,) = place.iterdir()
+    (file,) = cache_folder.iterdir()
     assert read(root, seed=1)[0].masks is None  # what is read otherwise has a file of its own
     inode = age(file)
-    for mine, its in zip(first, read(root, masks), strict=True):
-        check_same(mine, its)
-        assert not masks or mine.build_rles(1) == its.build_rles(1)
+    for actual, expected in zip(first, read(root, masks), strict=True):
+        check_same(actual, expected)
+        assert not masks or actual.build_rles(1) == expected.build_rles(1)
     assert file.stat().st_ino == inode and file.stat().st_mtime > 0, (
         "it was used, not written again"
     )
@@ -121,10 +122,10 @@ def test_whatever_changes_is_read_again(tmp_path, monkeypatch, case):
     change(root / name)
     while (root / name).stat().st_ctime_ns == before:  # clocks of file systems tick slowly
         change(root / name)
-    again = read(root)
+    reread = read(root)
     monkeypatch.setenv(files.CACHE, os.devnull)
-    for mine, its in zip(read(root), again, strict=True):
-        check_same(mine, its)
+    for actual, expected in zip(read(root), reread, strict=True):
+        check_same(actual, expected)
 
 
 def test_without_room_for_the_cache_the_data_are_read(tmp_path, monkeypatch):
@@ -133,17 +134,17 @@ def test_without_room_for_the_cache_the_data_are_read(tmp_path, monkeypatch):
     assert len(read(root)[0]) == 3
     with disk(tmp_path / "small", "4k") as small:
         monkeypatch.setenv(files.CACHE, str(small))
-        assert len(read(root)[0]) == 3 and not [*small.iterdir()]
+        assert len(read(root)[0]) == 3 and not list(small.iterdir())
 
 
-def test_unused_caches_are_removed_after_a_month(tmp_path, place):
+def test_unused_caches_are_removed_after_a_month(tmp_path, cache_folder):
     root = coco(coco(tmp_path / "data"), "val")
-    place.mkdir()
+    cache_folder.mkdir()
     for name in (".a.arrow.tmp", "b.arrow"):
-        (place / name).touch()
-        os.utime(place / name, (0, 0))
+        (cache_folder / name).touch()
+        os.utime(cache_folder / name, (0, 0))
     first = read(root)
-    (file,) = place.iterdir()
+    (file,) = cache_folder.iterdir()
     inode = age(file)
     check_same(first[0], read(root)[0])
     assert (file.suffix, file.stat().st_ino) == (
@@ -152,13 +153,13 @@ def test_unused_caches_are_removed_after_a_month(tmp_path, place):
     ) and file.stat().st_mtime > 0  # it is in use, and stays
 
 
-def test_what_can_not_be_trusted_is_read_again(tmp_path, place, monkeypatch):
+def test_what_can_not_be_trusted_is_read_again(tmp_path, cache_folder, monkeypatch):
     """A torn file, a flipped bit, a FIFO, other code, another copy of the data; files as young as a
     coarse clock are not cached. An image that is gone is refused.
     """
     root = coco(coco(tmp_path / "data"), "val")
     first = read(root)
-    (file,) = place.iterdir()
+    (file,) = cache_folder.iterdir()
     whole = file.read_bytes()
     flipped = bytearray(whole)
     flipped[whole.index(first[0].boxes.tobytes())] ^= 2
@@ -174,10 +175,10 @@ def test_what_can_not_be_trusted_is_read_again(tmp_path, place, monkeypatch):
     content = json.loads((root / "train.json").read_text())
     (root / "train.json").write_text(json.dumps(content, indent=1))
     read(root)
-    assert len([*place.iterdir()]) == 3
+    assert len(list(cache_folder.iterdir())) == 3
     monkeypatch.setattr(file_stats, "_CLOCK_RESOLUTION", 3600.0)
     read(coco(coco(tmp_path / "young"), "val"))
-    assert len([*place.iterdir()]) == 3
+    assert len(list(cache_folder.iterdir())) == 3
     (root / "train/4.jpg").unlink()
     with pytest.raises(Refused, match="1 of 3 annotated images are missing"):
         read(root)

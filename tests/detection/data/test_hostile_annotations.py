@@ -60,12 +60,12 @@ def write(file: Path, content: str | bytes) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_annotations_are_refused(tmp_path: Path, name: str) -> None:
-    file, content, told = CASES[name]
+    file, content, message = CASES[name]
     picture(tmp_path / "data" / IMAGES[file], (8, 8))
     write(tmp_path / "data" / file, content)
     with bounded(), pytest.raises(Refused) as raised:
         load(Spec(str(tmp_path / "data"), seed=0, val_share=0.5))
-    assert str(raised.value).isprintable() and re.search(told, str(raised.value))
+    assert str(raised.value).isprintable() and re.search(message, str(raised.value))
 
 
 def png(file: Path, width: int, height: int) -> None:
@@ -82,8 +82,8 @@ def test_linked_folders_and_images_that_claim_to_be_huge(tmp_path: Path) -> None
     for number in range(12):
         picture(root / f"images/{number}/{number}.png", (8, 8))
         write(root / f"labels/{number}/{number}.txt", "0 .5 .5 .5 .5")
-        for other in range(12):
-            (root / f"images/{number}/to {other}").symlink_to(f"../{other}")
+        for i in range(12):
+            (root / f"images/{number}/to {i}").symlink_to(f"../{i}")
     png(root / "images/0/huge.png", 2**31 - 1, 2**31 - 1)
     png(root / "images/0/large.png", 100_000, 100_000)
     with bounded():

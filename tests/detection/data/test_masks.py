@@ -14,7 +14,8 @@ from common.detection.data.sources import Spec, load
 from common.errors import Refused
 from tests.harness.annotations import annotation, coco, picture, yolo
 
-WIDTH, HEIGHT = 40, 30
+WIDTH = 40
+HEIGHT = 30
 IMAGES = [{"id": 5, "file_name": "5.jpg", "width": WIDTH, "height": HEIGHT}]
 
 
@@ -124,9 +125,10 @@ def test_outlines_of_2000_images_take_their_own_bytes(tmp_path):
 
 def test_what_can_not_be_drawn_is_counted_and_its_box_stands_in(tmp_path):
     source = written(tmp_path, [*BAD.values(), POLYGONS])
-    told = "boxes have no outline that can be drawn, and their box stands in"
+    message = "boxes have no outline that can be drawn, and their box stands in"
     assert (
-        f"{len(BAD)} of {len(BAD) + 1} {told}" in source.notes[-1] and "5.jpg" in source.notes[-1]
+        f"{len(BAD)} of {len(BAD) + 1} {message}" in source.notes[-1]
+        and "5.jpg" in source.notes[-1]
     )
     masks = source.load_sample(0, 0).masks
     box = np.zeros((HEIGHT, WIDTH), np.uint8)
@@ -153,5 +155,5 @@ def test_outlines_follow_their_boxes_and_make_the_fingerprint(tmp_path):
     assert source.load_sample(0, 0).masks[1].any(0).nonzero()[0].min() == 25
     twice = source.select(np.array([0, 0]))
     assert len(twice.masks.shapes) == 4 and twice.build_rles(1) == source.build_rles(0)
-    other = written(tmp_path, [POLYGONS, POLYGONS[:1], POLYGONS[:1]], boxes=boxes)
-    assert source.fingerprint != other.fingerprint
+    other_file = written(tmp_path, [POLYGONS, POLYGONS[:1], POLYGONS[:1]], boxes=boxes)
+    assert source.fingerprint != other_file.fingerprint

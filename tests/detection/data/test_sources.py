@@ -69,11 +69,11 @@ def test_coco_boxes_become_columns_by_image(tmp_path, monkeypatch):
     monkeypatch.setattr(
         coco_files, "_read_slowly", lambda *_: pytest.fail("Python's reader: minutes for COCO")
     )
-    other = [{"id": 1, "name": "bird"}, {"id": 2, "name": "cat"}]
+    other_categories = [{"id": 1, "name": "bird"}, {"id": 2, "name": "cat"}]
     coco(
         tmp_path, change=lambda c: c["images"][0].update(coco_url="http://x", date_captured="2013")
     )
-    coco(tmp_path, "val", (4, 5), [annotation(5, [1, 1, 2, 2], 2)], other)
+    coco(tmp_path, "val", (4, 5), [annotation(5, [1, 1, 2, 2], 2)], other_categories)
     train, val = read(tmp_path)
     check_columns(train)
     check_columns(val)
@@ -169,9 +169,10 @@ def test_the_hold_out_depends_on_seed_and_path_alone(tmp_path):
         for index in range(len(source)):
             assert source.name(index).endswith(f"/{source.image_ids[index]}.jpg")
             assert boxes_of(source, index)[0][0] == source.image_ids[index] % 9
-    again, other = read(tmp_path), read(tmp_path, seed=1)
-    assert [part.fingerprint for part in again] == [train.fingerprint, val.fingerprint]
-    assert other[1].image_ids.tolist() != val.image_ids.tolist()
+    same_seed = read(tmp_path)
+    other_seed = read(tmp_path, seed=1)
+    assert [part.fingerprint for part in same_seed] == [train.fingerprint, val.fingerprint]
+    assert other_seed[1].image_ids.tolist() != val.image_ids.tolist()
     assert sorted(read(coco(tmp_path, ids=ids[::-1], annotations=boxes))[1].image_ids) == sorted(
         val.image_ids
     )
@@ -193,10 +194,12 @@ def test_images_of_a_group_are_on_one_side(tmp_path):
         tmp_path / "folders", ids=ids, annotations=boxes, change=partial(dict.update, images=videos)
     )
     train, val = read(root, group_column="folder")
-    assert not {*train.image_ids % 8} & {*val.image_ids % 8} and len(val) == 6 and not train.notes
+    assert (
+        not set(train.image_ids % 8) & set(val.image_ids % 8) and len(val) == 6 and not train.notes
+    )
     root = saved(tmp_path / "table", table([[[0, 0, 9, 9]]] * 24, video=[n % 8 for n in range(24)]))
     train, val = read(root, box_format="xywh", group_column="video")
-    assert not {*train.images.rows % 8} & {*val.images.rows % 8} and len(val) == 6
+    assert not set(train.images.rows % 8) & set(val.images.rows % 8) and len(val) == 6
 
 
 RARE = "lynx", "owl"
@@ -370,7 +373,9 @@ def test_the_file_of_a_data_set_can_be_given_itself(tmp_path):
 @pytest.mark.parametrize("upright", [False, True])
 def test_rotated_images_turn_their_boxes(tmp_path, upright):
     """The size of those on their side says how they were annotated; those upside down follow."""
-    stored, images, boxes = (8, 4, 24, 12), [], []
+    stored = (8, 4, 24, 12)
+    images = []
+    boxes = []
     for number, orientation in enumerate(range(1, 9)):
         for part in ("train", "val"):
             image = open_rgb(
@@ -477,8 +482,8 @@ def test_yolo_folders_are_found_in_their_common_shapes(tmp_path):
     (tmp_path / "bare/classes.txt").write_text("cat\ndog\n")
     assert read(tmp_path / "bare")[1].classes == ("cat", "dog")
     eight = {f"train/{n}": "0 .5 .5 .1 .1" for n in range(8)}
-    one = yolo(tmp_path / "one", eight, {"train": "images", "names": {0: "cat", 1: "dog"}})
-    assert [len(part) for part in read(one)] == [9, 3]
+    flat_folder = yolo(tmp_path / "one", eight, {"train": "images", "names": {0: "cat", 1: "dog"}})
+    assert [len(part) for part in read(flat_folder)] == [9, 3]
     lists = yolo(tmp_path / "lists", content={})
     (lists / "train.txt").write_text("./images/train/a.jpg\n./images/train/b.jpg\n")
     (lists / "coco.yaml").write_text(
@@ -512,10 +517,10 @@ def table(boxes=None, shape="struct", label=LABEL, labels=None, **columns) -> da
         Image.new("RGB", (40, 30)).save(jpeg, "JPEG")
         # No two are the same.
         images = [{"bytes": jpeg.getvalue() + b"%06d" % next(_NUMBERS)} for _ in boxes]
-    made = datasets.Dataset.from_dict({"image": images, "objects": objects}, features)
+    dataset = datasets.Dataset.from_dict({"image": images, "objects": objects}, features)
     for name, values in columns.items():
-        made = made.add_column(name, values)
-    return made
+        dataset = dataset.add_column(name, values)
+    return dataset
 
 
 def saved(root: Path, train: datasets.Dataset, val: datasets.Dataset | None = None) -> Path:
@@ -553,7 +558,8 @@ def test_objects_become_columns_in_either_shape(tmp_path, shape):
 
 
 def test_boxes_are_read_in_the_only_format_or_the_named_one(tmp_path):
-    corners, either = [[[20, 10, 35, 20]], [[1, 2, 30, 30]]], [[[2, 3, 5, 6]], [[2, 3, 9, 9]]]
+    corners = [[[20, 10, 35, 20]], [[1, 2, 30, 30]]]
+    either = [[[2, 3, 5, 6]], [[2, 3, 9, 9]]]
     train, _ = read(saved(tmp_path / "xyxy", table(corners), table(corners)))
     assert boxes_of(train, 0) == corners[0] and "the boxes can only be xyxy" in train.notes[0]
     saved(tmp_path / "either", table(either), table(either))
@@ -598,14 +604,14 @@ def written(root, make, name, text):
 
 
 def stored(root, val=None, **columns):
-    made = table(**columns)
-    return saved(root, made, val or made)
+    dataset = table(**columns)
+    return saved(root, dataset, val or dataset)
 
 
 def with_two_columns(root):
-    made = table()
+    dataset = table()
     return saved(
-        root, made.add_column("more", made["objects"][:], feature=made.features["objects"])
+        root, dataset.add_column("more", dataset["objects"][:], feature=dataset.features["objects"])
     )
 
 
@@ -614,7 +620,8 @@ NUMBERS = {"label": datasets.Value("int64"), "labels": [[8, 3], [], [3], [3]]}
 NEW = table(label=NUMBERS["label"], labels=[[8, 5], [], [3], [3]])
 NARROW = [annotation(4, [n, 2, width, 4]) for n, width in enumerate((0, 5, 0))]
 OTHER = table(label=datasets.ClassLabel(names=["dog", "cat"]))
-SHARES, EITHER = [[[0.1, 0.2, 0.3, 0.4]]] * 2, [[[2, 3, 5, 6]], [[2, 3, 9, 9]]]
+SHARES = [[[0.1, 0.2, 0.3, 0.4]]] * 2
+EITHER = [[[2, 3, 5, 6]], [[2, 3, 9, 9]]]
 CSV = "image,xmin,ymin,xmax,ymax,label\ntrain/4.jpg,1,2,3,4,cat\n"
 BAD = [
     (
@@ -718,8 +725,8 @@ BAD = [
 
 @pytest.mark.parametrize("make, text", BAD, ids=[text[:30] for _, text in BAD])
 def test_bad_data_are_refused_in_one_line_that_names_the_folder(tmp_path, make, text):
-    said = refusal(make(tmp_path))
-    assert text in said and str(tmp_path) in said
+    message = refusal(make(tmp_path))
+    assert text in message and str(tmp_path) in message
 
 
 def test_flags_that_do_not_fit_the_data_are_refused(tmp_path):
@@ -745,22 +752,24 @@ def test_flags_that_do_not_fit_the_data_are_refused(tmp_path):
 
 
 def test_samples_of_a_tar_may_lack_what_others_have(tmp_path):
-    one, crowd = (
-        {"bbox": [1, 2, 10, 9], "category": "a"},
-        {"bbox": [1, 2, 10, 9], "category": "a", "crowd": 1},
-    )
+    labelled_object = {"bbox": [1, 2, 10, 9], "category": "a"}
+    crowd = {"bbox": [1, 2, 10, 9], "category": "a", "crowd": 1}
     shards = (
-        [{"objects": [one]}],
-        [{"caption": "nothing"}, {"objects": [one]}, {"objects": [one, crowd]}],
+        [{"objects": [labelled_object]}],
+        [
+            {"caption": "nothing"},
+            {"objects": [labelled_object]},
+            {"objects": [labelled_object, crowd]},
+        ],
     )
     file = io.BytesIO()
     Image.new("RGB", (40, 30)).save(file, "PNG")
     for part in ("train", "val"):
         for number, samples in enumerate(shards):
             with tarfile.open(tmp_path / f"{part}-{number}.tar", "w") as tar:
-                for place, described in enumerate(samples):
-                    add(tar, f"{place}.png", file.getvalue())
-                    add(tar, f"{place}.json", json.dumps(described).encode())
+                for i, described in enumerate(samples):
+                    add(tar, f"{i}.png", file.getvalue())
+                    add(tar, f"{i}.json", json.dumps(described).encode())
     for source in load(Spec(str(tmp_path), seed=0, val_share=0.2, box_format="xywh")):
         assert source.offsets.tolist() == [0, 1, 1, 2, 4] and source.crowd.tolist() == [
             False,

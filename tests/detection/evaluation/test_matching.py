@@ -9,7 +9,7 @@ from tests.harness.detections import A, B, match_one_image, shift_box
 
 
 def test_each_kind_of_mistake_is_told_apart() -> None:
-    found = [
+    detections = [
         (A, 0.9, 0),  # right
         (shift_box(A, 3), 0.8, 0),  # the same again
         (B, 0.7, 2),  # the dog taken for a cow
@@ -17,7 +17,9 @@ def test_each_kind_of_mistake_is_told_apart() -> None:
         ((0, 90, 10, 100), 0.6, 0),  # nothing there
         ((0, 60, 10, 70), 0.05, 0),  # not sure enough to count
     ]
-    matches = match_one_image([(A, 0, False), (B, 1, False), ((85, 0, 95, 10), 1, False)], found)
+    matches = match_one_image(
+        [(A, 0, False), (B, 1, False), ((85, 0, 95, 10), 1, False)], detections
+    )
     matches.threshold = 0.5
     # The cow and the misplaced dog are of one object: the surer one stands for both.
     assert [
@@ -76,9 +78,9 @@ def test_the_threshold_is_the_score_of_the_best_f1() -> None:
 def test_each_class_has_the_threshold_of_its_own_best_f1() -> None:
     objects = [(A, 0, False), (B, 0, False), ((0, 0, 9, 9), 1, False), ((0, 60, 20, 80), 2, False)]
     # The right one of 0.6 scores as much as the false one: both or neither.
-    found = [(A, 0.9, 0), ((0, 90, 10, 100), 0.6, 0), (B, 0.6, 0)]
-    found += [(A, 0.8, 1), ((0, 0, 9, 9), 0.3, 1), ((0, 0, 9, 9), 0.2, 1)]
-    cat, dog, cow = match_one_image(objects, found).class_results
+    detections = [(A, 0.9, 0), ((0, 90, 10, 100), 0.6, 0), (B, 0.6, 0)]
+    detections += [(A, 0.8, 1), ((0, 0, 9, 9), 0.3, 1), ((0, 0, 9, 9), 0.2, 1)]
+    cat, dog, cow = match_one_image(objects, detections).class_results
     assert cat == pytest.approx(
         {"threshold": 0.6, "precision": 2 / 3, "recall": 1, "f1": 4 / 5, "objects": 2}
     )

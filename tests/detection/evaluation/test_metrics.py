@@ -134,12 +134,14 @@ def test_a_mask_lies_on_the_pixels_of_its_box() -> None:
     assert paste_masks(grid[:0], boxes[:0], np.array([60, 50])) == []
 
 
-SIDE, IMAGES = 400, 40
+SIDE = 400
+IMAGES = 40
 
 
 def boxes_on_thresholds(random: np.random.Generator) -> tuple[list[list[float]], np.ndarray]:
     """COCO boxes in decimals, and float32[n, 4] corners that overlap them by 0.5, 0.55, ... 0.95."""
-    given, found = [], []
+    true_boxes = []
+    detected_boxes = []
     for row in range(12):
         threshold = 0.5 + 0.05 * random.integers(10)
         left, top = random.integers(0, 300, 2) + random.choice([0, 0.25, 0.5], 2)
@@ -154,9 +156,9 @@ def boxes_on_thresholds(random: np.random.Generator) -> tuple[list[list[float]],
                 float(height),
             ]
             left, top = box[:2]
-        given.append(box)
-        found.append([left, top, left + width, top + height])
-    return given, np.array(found, np.float32)
+        true_boxes.append(box)
+        detected_boxes.append([left, top, left + width, top + height])
+    return true_boxes, np.array(detected_boxes, np.float32)
 
 
 def outline_of(left: float, top: float, right: float, bottom: float) -> list[float]:
@@ -173,11 +175,13 @@ def rank_evaluates(source: Annotated, found: list[dict]) -> dict:
 
 def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -> None:
     """Boxes and masks, on one rank or several."""
-    random, annotations, found = np.random.default_rng(0), [], []
+    random = np.random.default_rng(0)
+    annotations = []
+    found = []
     for number in range(1, IMAGES + 1):
         picture(tmp_path / "val" / f"{number}.png", (SIDE, SIDE))
-        given, boxes = boxes_on_thresholds(random)
-        for box in given:
+        true_boxes, boxes = boxes_on_thresholds(random)
+        for box in true_boxes:
             left, top, width, height = box
             outline = outline_of(left, top, left + width, top + height)
             more = {
@@ -221,8 +225,10 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
     for prefix, rows, kind in (("", boxes, "bbox"), ("mask_", masks, "segm")):
         expected = evaluate_with_pycocotools(content, rows, kind)
         for name, value in zip(NAMES, expected.stats, strict=True):
-            mine = results[prefix + name]
-            assert (-1 if mine is None else mine) == pytest.approx(value, abs=1e-12), prefix + name
+            actual = results[prefix + name]
+            assert (-1 if actual is None else actual) == pytest.approx(value, abs=1e-12), (
+                prefix + name
+            )
         if not prefix:
             hits = get_hits(expected, len(rows))
             assert (hits == NO_OBJECT).any() and (hits >= 0).any()

@@ -35,12 +35,15 @@ NAMES = tuple(f"$class_{{{number}}}$ 猫 of a long and winding name" for number 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_picture_is_drawn_of_anything(case: str, tmp_path: Path) -> None:
-    found, source = Detections(), Plain(**vars(make_awkward_objects(0)[0]) | {"classes": NAMES})
-    found.update(range(21), make_awkward_objects(0)[1])
-    images, rows = found.to_arrays()
+    detections = Detections()
+    source = Plain(**vars(make_awkward_objects(0)[0]) | {"classes": NAMES})
+    detections.update(range(21), make_awkward_objects(0)[1])
+    images, rows = detections.to_arrays()
     fewest = np.sort(np.argsort(np.diff(source.offsets), kind="stable")[: CASES[case]])
-    kept = np.isin(images, fewest)
-    matches = Matches(source.select(fewest), np.searchsorted(fewest, images[kept]), rows[kept])
+    is_selected = np.isin(images, fewest)
+    matches = Matches(
+        source.select(fewest), np.searchsorted(fewest, images[is_selected]), rows[is_selected]
+    )
     path = tmp_path / "pictures" / "a.png"
     plots.draw_predictions(matches, path)
     pixels = read_picture(path)

@@ -77,13 +77,16 @@ def five():
 def run(detector, images, targets, split):
     """Losses [5], terms and summed gradients of images in shares of the sizes `split`."""
     detector.zero_grad()
-    rest = iter(targets)
-    shares = [(some, [next(rest) for _ in some]) for some in images.split(split)]
+    remaining_targets = iter(targets)
+    shares = [(some, [next(remaining_targets) for _ in some]) for some in images.split(split)]
     totals = sum(detector.count_divisors(share, CANVAS) for _, share in shares)
-    found = [detector.compute_losses(some, share, totals) for some, share in shares]
-    losses = torch.cat([loss for loss, _ in found])
+    losses_by_share = [detector.compute_losses(some, share, totals) for some, share in shares]
+    losses = torch.cat([loss for loss, _ in losses_by_share])
     losses.sum().backward()
-    terms = {name: torch.cat([parts[name] for _, parts in found]) for name in found[0][1]}
+    terms = {
+        name: torch.cat([parts[name] for _, parts in losses_by_share])
+        for name in losses_by_share[0][1]
+    }
     learnt = [
         (name, parameter)
         for name, parameter in detector.named_parameters()
@@ -99,10 +102,10 @@ def test_losses_do_not_depend_on_the_split_of_the_batch(family):
     whole, terms, gradients = run(detector, images.double(), targets, [5])
     assert whole.dtype == torch.float64 and whole.min() > 0
     torch.testing.assert_close(sum(terms.values()), whole, rtol=1e-12, atol=1e-12)
-    losses, _, others = run(detector, images.double(), targets, [1, 3, 1])
+    losses, _, logged = run(detector, images.double(), targets, [1, 3, 1])
     torch.testing.assert_close(losses, whole, rtol=1e-12, atol=1e-12)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(others[name], gradient, rtol=1e-9, atol=1e-11, msg=name)
+        torch.testing.assert_close(logged[name], gradient, rtol=1e-9, atol=1e-11, msg=name)
 
 
 @EVERY
@@ -110,7 +113,8 @@ def test_crowds_and_images_without_boxes_are_learnt_from(family):
     """The latter are all background. An image that is all crowd teaches nothing but boxes within."""
     detector = make(family)
     images, _ = five()
-    everywhere, within = [0, 0, CANVAS[1], CANVAS[0]], [20, 10, 60, 55]
+    everywhere = [0, 0, CANVAS[1], CANVAS[0]]
+    within = [20, 10, 60, 55]
     inside = target(1, [everywhere, within], [1, 0], [True, False])
     crowds = [target(1, [everywhere], [1], [True]), target(1), inside]
     losses, terms, gradients = run(detector, images[:3], crowds, [3])
@@ -130,13 +134,13 @@ def test_half_precision_stays_in_the_network(family):
         losses, _ = detector.compute_losses(
             images, targets, detector.count_divisors(targets, CANVAS)
         )
-        found = detector.eval().detect(images[:2], torch.tensor([[90, 60]] * 2))
+        detections = detector.eval().detect(images[:2], torch.tensor([[90, 60]] * 2))
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses, exact, rtol=0.1, atol=0.05)
-    for one in found:
-        assert one["boxes"].dtype == one["scores"].dtype == torch.float32
+    for detection in detections:
+        assert detection["boxes"].dtype == detection["scores"].dtype == torch.float32
         # Nor were they rounded on the way.
-        assert not torch.equal(one["boxes"], one["boxes"].bfloat16().float())
+        assert not torch.equal(detection["boxes"], detection["boxes"].bfloat16().float())
 
 
 class Singles(TorchDispatchMode):
@@ -169,9 +173,10 @@ def test_detections_are_sorted_and_inside_the_image(family):
     detector.score_threshold = 0.0
     limit = 100 if family in FAMILIES else detector.model.config.num_queries
     sizes = torch.tensor([[90, 60], [50, 64], [96, 30]])
-    for one, size in zip(detector.detect(images[:3], sizes), sizes, strict=True):
-        boxes, labels = one["boxes"], one["labels"]
-        assert 0 < len(boxes) <= limit and (one["scores"].diff() <= 0).all()
+    for detection, size in zip(detector.detect(images[:3], sizes), sizes, strict=True):
+        boxes = detection["boxes"]
+        labels = detection["labels"]
+        assert 0 < len(boxes) <= limit and (detection["scores"].diff() <= 0).all()
         assert set(labels.tolist()) <= {0, 1, 2} and labels.dtype == torch.int64
         assert (boxes[:, 2:] >= boxes[:, :2]).all()
         if family in FAMILIES:

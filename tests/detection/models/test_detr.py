@@ -57,7 +57,7 @@ def make_rf_detr(family="rf_detr"):
 def batch(counts, dtype=torch.float64, canvas=CANVAS):
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(len(counts), 3, *canvas, generator=generator).to(dtype)
-    targets = [scene(count) | {"position": 10 + place} for place, count in enumerate(counts)]
+    targets = [scene(count) | {"position": 10 + i} for i, count in enumerate(counts)]
     for target in targets:
         target["boxes"] = target["boxes"] * torch.tensor(
             [canvas[1] / CANVAS[1], canvas[0] / CANVAS[0]] * 2
@@ -141,7 +141,8 @@ def test_the_losses_of_a_batch_add_up_to_those_of_transformers(family):
 # At 128 transformers interpolates position embeddings in float32.
 @pytest.mark.parametrize("side, tolerance", [(SIDE, 1e-12), (128, 1e-7)])
 def test_the_losses_of_rf_detr_add_up_to_those_of_transformers(side, tolerance):
-    detector, canvas = make_rf_detr().double(), (side, side)
+    detector = make_rf_detr().double()
+    canvas = (side, side)
     whole = (
         transformers.AutoModelForObjectDetection.from_config(copy.deepcopy(detector.config))
         .double()
@@ -197,7 +198,9 @@ class Draws:
 def test_mask_losses_are_those_of_transformers_at_its_points(monkeypatch):
     """Of each image: transformers draws a number of points for matching that depends on the batch."""
     detector = make_rf_detr("rf_detr_seg").double()
-    config, canvas, counts = detector.config, (SIDE, SIDE), [3, 0, 14, 1]  # of 12 queries
+    config = detector.config
+    canvas = (SIDE, SIDE)
+    counts = [3, 0, 14, 1]  # of 12 queries
     config.class_loss_coefficient, config.mask_dice_loss_coefficient = 3, 4
     whole = transformers.AutoModelForInstanceSegmentation.from_config(copy.deepcopy(config))
     whole = whole.double().train()
@@ -241,8 +244,8 @@ def test_mask_losses_are_those_of_transformers_at_its_points(monkeypatch):
             )
 
     targets[0]["position"] += 1  # other points, of this image only
-    _, others = detector.compute_losses(images, targets, totals)
-    is_same = torch.isclose(others["mask"], terms["mask"], rtol=1e-12, atol=0)
+    _, logged = detector.compute_losses(images, targets, totals)
+    is_same = torch.isclose(logged["mask"], terms["mask"], rtol=1e-12, atol=0)
     assert is_same.tolist() == [False, True, True, True]
 
 
@@ -252,9 +255,10 @@ def test_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
     dtype, tolerance = PRECISE[family]
     detector = make(family, dtype)
     images, targets = batch([5, 5, 5], dtype)
-    for place, target in enumerate(targets):
-        target["boxes"] = target["boxes"] * torch.tensor([0.9, 0.95, 1.0][place])
-    module, seen = importlib.import_module(type(detector.model).__module__), 0
+    for i, target in enumerate(targets):
+        target["boxes"] = target["boxes"] * torch.tensor([0.9, 0.95, 1.0][i])
+    module = importlib.import_module(type(detector.model).__module__)
+    seen = 0
     original = module.get_contrastive_denoising_training_group
     columns = [
         [relative(target, dtype)[key] for target in targets] for key in ("boxes", "class_labels")
@@ -270,8 +274,8 @@ def test_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
         rows = slice(seen, seen + len(options["targets"]))
         seen = rows.stop
         assert values["dn_num_group"] == noise.num_groups[0]
-        for places, match in zip(values["dn_positive_idx"], noise.match[rows], strict=True):
-            assert places.tolist() == (match >= 0).nonzero()[:, 0].tolist()
+        for indices, match in zip(values["dn_positive_idx"], noise.match[rows], strict=True):
+            assert indices.tolist() == (match >= 0).nonzero()[:, 0].tolist()
         assert all(torch.equal(mask == 0, visible) for visible in noise.attention_mask[rows, 0])
         return (
             class_embed(noise.labels[rows]),
@@ -291,21 +295,22 @@ def test_noise_is_a_function_of_image_and_position():
         num_labels=4, num_denoising=24, label_noise_ratio=0.5, box_noise_scale=1.0
     )
 
-    def noise(places, position=5, seed=1):
-        boxes, labels = (
-            [images[place][key] for place in places] for key in ("boxes", "class_labels")
-        )
+    def noise(indices, position=5, seed=1):
+        boxes, labels = ([images[i][key] for i in indices] for key in ("boxes", "class_labels"))
         return queries.build_denoising(
-            boxes, labels, [position, 6, 7][: len(places)], seed, 10, config
+            boxes, labels, [position, 6, 7][: len(indices)], seed, 10, config
         )
 
-    at_once, alone = noise([0, 1, 2]), noise([0])
+    at_once = noise([0, 1, 2])
+    alone = noise([0])
     assert alone.labels.shape[1] == 48 and at_once.num_groups.tolist() == [8, 0, 3]
     for field in ("labels", "boxes", "match"):
         assert torch.equal(getattr(at_once, field)[:1, :48], getattr(alone, field))
     assert not torch.equal(noise([0], position=8).boxes, alone.boxes)
     assert not torch.equal(noise([0], seed=2).boxes, alone.boxes)
-    positive, index, boxes = alone.match[0] >= 0, torch.arange(48) % 3, images[0]["boxes"]
+    positive = alone.match[0] >= 0
+    index = torch.arange(48) % 3
+    boxes = images[0]["boxes"]
     offset = (alone.boxes[0, :, :2] - boxes[index, :2]).abs() / boxes[index, 2:]
     assert offset[positive].max() <= 0.5 < offset[~positive].max()
     assert 0.6 < (alone.labels[0] == images[0]["class_labels"][index]).double().mean() < 1
@@ -334,20 +339,24 @@ def test_an_export_is_a_folder_of_transformers_and_ours(family, name, tmp_path):
 
     # With other classes, those of the same name are kept, in any case.
     names = ("new", "Four", "two")
-    other = build_detector(
+    rebuilt = build_detector(
         DetectorSpec(family, str(tmp_path / "best"), 3, class_names=names, seed=2)
     )
-    assert other.pretrained_cfg["mean"] == pytest.approx(detector.pretrained_cfg["mean"])
-    assert other.begins_with.endswith("head new for 1 of 3 classes (new), kept for Four, two")
-    mine, loaded = detector.state_dict(), other.state_dict()
-    heads = {name for name in mine if "class_embed" in name or "enc_score_head" in name}
-    for name, tensor in mine.items():
+    assert rebuilt.pretrained_cfg["mean"] == pytest.approx(detector.pretrained_cfg["mean"])
+    assert rebuilt.begins_with.endswith("head new for 1 of 3 classes (new), kept for Four, two")
+    expected_state = detector.state_dict()
+    loaded = rebuilt.state_dict()
+    heads = {name for name in expected_state if "class_embed" in name or "enc_score_head" in name}
+    for name, tensor in expected_state.items():
         if name not in heads:
             assert torch.equal(loaded[name], tensor), name
         elif "denoising" not in name:
             assert len(loaded[name]) == 3 and torch.equal(loaded[name][1:], tensor[[3, 1]]), name
     same = build_detector(DetectorSpec(family, str(tmp_path / "best"), 4, class_names=NAMES))
-    assert same.begins_with == f"{len(mine)} of {len(mine)} tensors of {tmp_path / 'best'}"
+    assert (
+        same.begins_with
+        == f"{len(expected_state)} of {len(expected_state)} tensors of {tmp_path / 'best'}"
+    )
     images, targets = batch([3, 0], torch.float32, (128, 128))
     first, second = (
         same.compute_losses(images, targets, same.count_divisors(targets, (128, 128)))[0]
@@ -381,14 +390,14 @@ def test_small_images_have_fewer_queries_and_so_has_an_export(tmp_path):
     outputs = detector._predict(torch.zeros(2, 3, 32, 32))
     assert outputs.logits.shape[:3] == outputs.boxes.shape[:3] == (2, 9, 4)
     detector.eval().export(tmp_path, NAMES, 32)
-    again = build_detector(DetectorSpec("rf_detr", str(tmp_path), 4, class_names=NAMES)).eval()
+    rebuilt = build_detector(DetectorSpec("rf_detr", str(tmp_path), 4, class_names=NAMES)).eval()
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(again._predict(images), detector._predict(images))
+    torch.testing.assert_close(rebuilt._predict(images), detector._predict(images))
     for name in ("reference_point_embed", "query_feat"):  # the first queries of each group
-        mine, theirs = (
-            getattr(x.model.model, name).weight.unflatten(0, (3, -1)) for x in (detector, again)
+        actual, expected = (
+            getattr(x.model.model, name).weight.unflatten(0, (3, -1)) for x in (detector, rebuilt)
         )
-        assert torch.equal(mine[:, :4], theirs)
+        assert torch.equal(actual[:, :4], expected)
 
 
 def test_a_new_rf_detr_leaves_the_selected_boxes_as_they_are():
@@ -425,15 +434,16 @@ def test_an_architecture_is_as_large_as_the_published_model(name):
 
 def test_predictions_that_are_not_finite_are_matched():
     """The step's loss then says so. There may be more boxes than queries, or none."""
-    logits, boxes = torch.full((2, 1, 3, 4), float("nan")), torch.full((2, 1, 3, 4), float("inf"))
+    logits = torch.full((2, 1, 3, 4), float("nan"))
+    boxes = torch.full((2, 1, 3, 4), float("inf"))
     costs = {"alpha": 0.25, "gamma": 2.0, "class_cost": 2.0, "bbox_cost": 5.0, "giou_cost": 2.0}
     targets = queries.PaddedTargets(torch.rand(2, 6, 4), torch.zeros(2, 6).long(), [5, 0])
     match = queries.match_queries(logits, boxes, targets, **costs)
-    assert len({*match[0, 0].tolist()} - {-1}) == 3 and (match[1] == -1).all()
+    assert len(set(match[0, 0].tolist()) - {-1}) == 3 and (match[1] == -1).all()
 
 
 def test_what_can_not_be_built_is_refused_in_one_line(tmp_path, monkeypatch):
-    for words, options, told in (
+    for spec_args, options, message in (
         ("dfine dfine_xxl", {}, "no model of --detector dfine; there are dfine_n, dfine_s, "),
         ("dfine rtdetr_v2_r18vd", {}, "not of --detector dfine; there are dfine_n"),
         ("dfine dfine_s", {"drop_path": 0.1}, "--drop_path 0.1: dfine_s has none"),
@@ -450,8 +460,8 @@ def test_what_can_not_be_built_is_refused_in_one_line(tmp_path, monkeypatch):
         ),
         ("rf_detr rf_detr_seg_nano", {}, "not of --detector rf_detr; there are rf_detr_nano, and"),
     ):
-        with pytest.raises(Refused, match=told):
-            build_detector(DetectorSpec(*words.split(), 4, **options))
+        with pytest.raises(Refused, match=message):
+            build_detector(DetectorSpec(*spec_args.split(), 4, **options))
     with_masks = {"model_type": "rf_detr", "architectures": ["RfDetrForInstanceSegmentation"]}
     for family, kind, config in (
         ("deimv2", "rt_detr_v2", {"model_type": "rt_detr_v2"}),
@@ -460,8 +470,8 @@ def test_what_can_not_be_built_is_refused_in_one_line(tmp_path, monkeypatch):
         ("rf_detr_seg", "rf_detr", {"model_type": "rf_detr"}),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        told = f"a {kind}.*, which --detector {family} can't train"
-        with pytest.raises(Refused, match=told):
+        message = f"a {kind}.*, which --detector {family} can't train"
+        with pytest.raises(Refused, match=message):
             build_detector(DetectorSpec(family, str(tmp_path), 4))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(Refused, match="pip install transformers"):

@@ -36,7 +36,7 @@ class Counting:
 
     def __call__(self, matched):
         drawn = self.sampler(matched)
-        self.count = sum(int(one.sum()) for kind in drawn for one in kind)
+        self.count = sum(int(mask.sum()) for kind in drawn for mask in kind)
         return drawn
 
 
@@ -52,10 +52,10 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
     }
     for stage in ("rpn", "box") if two_stages else ():
         options |= {f"{stage}_batch_size_per_image": EVERYTHING, f"{stage}_positive_fraction": 1.0}
-    options |= {f"rpn_{place}_nms_top_n_train": 200 for place in ("pre", "post") if two_stages}
+    options |= {f"rpn_{order}_nms_top_n_train": 200 for order in ("pre", "post") if two_stages}
     make = get_model_builder(f"{family.replace('_', '')}_resnet50_fpn")
     torch.manual_seed(0)
-    theirs = (
+    reference = (
         make(weights=None, weights_backbone=None, num_classes=4 + two_stages, **options)
         .double()
         .train()
@@ -64,9 +64,12 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
         build_detector(DetectorSpec(family, "resnet50", 4, variant="torchvision")).double().train()
     )
     ours.load_state_dict(
-        {key.replace(".body.", ".features."): value for key, value in theirs.state_dict().items()}
+        {
+            key.replace(".body.", ".features."): value
+            for key, value in reference.state_dict().items()
+        }
     )
-    for model in (ours, theirs):
+    for model in (ours, reference):
         model.backbone.eval()  # batch norms stay as they are
     for part in (ours, ours.rpn) if two_stages else ():
         part.num_samples = EVERYTHING
@@ -81,7 +84,7 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
         target["masks"] = (
             torch.rand(count, *CANVAS, generator=torch.Generator().manual_seed(1)).round().byte()
         )
-    stages = (theirs.rpn, theirs.roi_heads) if two_stages else ()
+    stages = (reference.rpn, reference.roi_heads) if two_stages else ()
     for stage in stages:
         stage.fg_bg_sampler = Counting(stage.fg_bg_sampler)
     with torch.no_grad():
@@ -89,7 +92,7 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
         for target in targets:
             target["labels"] = target["labels"] + two_stages
             target["boxes"] = target["boxes"].double() if two_stages else target["boxes"]
-        wanted = theirs(list(images), targets)
+        wanted = reference(list(images), targets)
     for name, theirs_name in NAMES[family].items():
         share = 1.0
         if two_stages and name != "mask":
@@ -123,7 +126,7 @@ def test_a_sample_has_its_share_of_foreground():
             kinds == 0, kinds == 1, draw_integers(torch.arange(60), 7), size, 0.25
         )
         drawn = chosen[valid]
-        assert len({*drawn.tolist()}) == len(drawn) and (kinds[drawn[: counts[0]]] == 0).all()
+        assert len(set(drawn.tolist())) == len(drawn) and (kinds[drawn[: counts[0]]] == 0).all()
         assert [int((kinds[drawn] == kind).sum()) for kind in range(3)] == [*counts, 0]
 
 

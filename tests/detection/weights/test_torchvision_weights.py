@@ -56,14 +56,14 @@ def random_model(name: str, classes: int = 91, frozen: bool = False) -> torch.nn
             elif "bbox_pred.weight" in key:
                 parameter.normal_(0, 0.02)
     if frozen:  # as published, with the state dict of its kind of batch norm
-        for parent in [*model.modules()]:
-            for key, child in [*parent.named_children()]:
+        for parent in list(model.modules()):
+            for key, child in list(parent.named_children()):
                 if isinstance(child, torch.nn.BatchNorm2d):
-                    other = FrozenBatchNorm2d(child.num_features)
-                    other.load_state_dict(
-                        {key: child.state_dict()[key] for key in other.state_dict()}
+                    frozen_norm = FrozenBatchNorm2d(child.num_features)
+                    frozen_norm.load_state_dict(
+                        {key: child.state_dict()[key] for key in frozen_norm.state_dict()}
                     )
-                    setattr(parent, key, other)
+                    setattr(parent, key, frozen_norm)
     return model
 
 
@@ -75,10 +75,13 @@ def begun(source: str | Path, classes: tuple[str, ...], *words: str):
     return config, model, model.begins_with
 
 
-def both(theirs, config, ours, photo: torch.Tensor) -> tuple[dict, dict]:
+def both(reference, config, ours, photo: torch.Tensor) -> tuple[dict, dict]:
     """What torchvision finds in a photograph at scale 1, and what we find."""
     height, width = photo.shape[1:]
-    theirs.transform.min_size, theirs.transform.max_size = (min(height, width),), max(height, width)
+    reference.transform.min_size, reference.transform.max_size = (
+        (min(height, width),),
+        max(height, width),
+    )
     # Around it.
     noise = torch.randint(
         256, (1, 3, -(-height // 32) * 32, -(-width // 32) * 32), dtype=torch.uint8
@@ -87,7 +90,7 @@ def both(theirs, config, ours, photo: torch.Tensor) -> tuple[dict, dict]:
     batch = DetectionBatch(noise, [], torch.zeros(1), torch.tensor([[width, height]]))
     normalize = RECIPE.build_transforms(config, ours, torch.device("cpu")).normalize
     with torch.no_grad():
-        return theirs([photo / 255])[0], ours.eval().detect(normalize(batch), batch.sizes)[0]
+        return reference([photo / 255])[0], ours.eval().detect(normalize(batch), batch.sizes)[0]
 
 
 EVERY = [
@@ -98,13 +101,13 @@ EVERY = [
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_file_of_torchvision_is_its_detector(name: str, tmp_path: Path) -> None:
-    theirs = random_model(name)
-    torch.save(theirs.state_dict(), tmp_path / "x.pth")
+    reference = random_model(name)
+    torch.save(reference.state_dict(), tmp_path / "x.pth")
     weights = sources.read_weights(str(tmp_path / "x.pth"))
-    config, ours, said = begun(tmp_path / "x.pth", weights.row_names[weights.has_background :])
+    config, ours, message = begun(tmp_path / "x.pth", weights.row_names[weights.has_background :])
     everything = len(ours.state_dict())
     assert (
-        said == f"{everything} of {everything} tensors of {tmp_path}/x.pth"
+        message == f"{everything} of {everything} tensors of {tmp_path}/x.pth"
         and config.batch_norm == "frozen"
     )
     assert (
@@ -113,25 +116,25 @@ def test_a_file_of_torchvision_is_its_detector(name: str, tmp_path: Path) -> Non
     )
     images = torch.rand(1, 3, 160, 288)
     with torch.no_grad():  # few boxes come from the coarsest levels
-        for mine, wanted in zip(
-            ours.eval().backbone(images), theirs.backbone(images).values(), strict=True
+        for actual, expected in zip(
+            ours.eval().backbone(images), reference.backbone(images).values(), strict=True
         ):
-            torch.testing.assert_close(mine, wanted)
-    found = 0
+            torch.testing.assert_close(actual, expected)
+    num_detections = 0
     for photo in photographs()["rcnn" in name :]:  # second stages take long
-        wanted, mine = both(theirs, config, ours, photo)
-        kept = mine["scores"] > SKIPPED.get(name, 0)
-        boxes, scores, labels = (mine[key][kept] for key in ("boxes", "scores", "labels"))
-        assert len(boxes) == len(wanted["boxes"])
-        torch.testing.assert_close(boxes, wanted["boxes"], rtol=0, atol=0.01)
-        torch.testing.assert_close(scores, wanted["scores"], rtol=0, atol=1e-5)
-        assert torch.equal(labels + weights.has_background, wanted["labels"])
+        expected, actual = both(reference, config, ours, photo)
+        is_certain = actual["scores"] > SKIPPED.get(name, 0)
+        boxes, scores, labels = (actual[key][is_certain] for key in ("boxes", "scores", "labels"))
+        assert len(boxes) == len(expected["boxes"])
+        torch.testing.assert_close(boxes, expected["boxes"], rtol=0, atol=0.01)
+        torch.testing.assert_close(scores, expected["scores"], rtol=0, atol=1e-5)
+        assert torch.equal(labels + weights.has_background, expected["labels"])
         if name.startswith("mask"):
-            pasted = paste_masks_in_image(mine["masks"][:, None], boxes, photo.shape[1:])
-            torch.testing.assert_close(pasted, wanted["masks"], rtol=0, atol=1e-4)
+            pasted = paste_masks_in_image(actual["masks"][:, None], boxes, photo.shape[1:])
+            torch.testing.assert_close(pasted, expected["masks"], rtol=0, atol=1e-4)
             assert (pasted > 0.5).any()
-        found += len(boxes)
-    assert found >= 40
+        num_detections += len(boxes)
+    assert num_detections >= 40
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +145,13 @@ def fcos() -> torch.nn.Module:
 def test_classes_keep_their_rows_by_name(fcos, tmp_path: Path) -> None:
     torch.save(fcos.state_dict(), tmp_path / "x.pth")
     names = ("mug", "Traffic_Light", "gnu", "pedestrian")
-    words = ["--init_classes", "mug=cup,pedestrian=person"]
-    _, ours, said = begun(tmp_path / "x.pth", names, *words)
-    assert said.endswith(
+    argv = ["--init_classes", "mug=cup,pedestrian=person"]
+    _, ours, message = begun(tmp_path / "x.pth", names, *argv)
+    assert message.endswith(
         ", head new for 1 of 4 classes (gnu), kept for mug, Traffic_Light, pedestrian"
     )
-    trained, head = (
-        fcos.head.classification_head.cls_logits,
-        ours.head.classification_head.cls_logits,
-    )
+    trained = fcos.head.classification_head.cls_logits
+    head = ours.head.classification_head.cls_logits
     for row, number in ((0, 47), (1, 10), (3, 1)):  # their ids in COCO
         assert (
             torch.equal(head.weight[row], trained.weight[number])
@@ -164,15 +165,13 @@ def test_checkpoints_of_training_programs_are_read(fcos, tmp_path: Path) -> None
     """torchvision's references keep the command line in a checkpoint; DDP, Lightning and
     torch.compile add to names.
     """
-    state, older = (
-        fcos.state_dict(),
-        {name: tensor + 1 for name, tensor in fcos.state_dict().items()},
-    )
+    state = fcos.state_dict()
+    older = {name: tensor + 1 for name, tensor in fcos.state_dict().items()}
     wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
     program = {"optimizer": {"state": {}}, "args": argparse.Namespace(data="coco"), "epoch": 3}
     lightning = {f"model.{name}": tensor for name, tensor in state.items()}
     compiled = {f"_orig_mod.module.{name}": tensor for name, tensor in state.items()}
-    for content, words in (
+    for content, argv in (
         ({"epoch": 3, "model_state_dict": state, "optimizer_state_dict": {}, "loss": 0.1}, ""),
         (program | {"state_dict": lightning, "pytorch-lightning_version": "2.5.0"}, ""),
         ({"weights": compiled}, ""),
@@ -186,7 +185,7 @@ def test_checkpoints_of_training_programs_are_read(fcos, tmp_path: Path) -> None
     ):
         torch.save(content, tmp_path / "x.pth")
         weights = sources.read_weights(str(tmp_path / "x.pth"))
-        assert "".join(weights.notes) == words
+        assert "".join(weights.notes) == argv
         assert torch.equal(
             weights.tensors["backbone.features.conv1.weight"], state["backbone.body.conv1.weight"]
         )
@@ -194,39 +193,40 @@ def test_checkpoints_of_training_programs_are_read(fcos, tmp_path: Path) -> None
 
 def test_published_batch_norm_has_no_epsilon(tmp_path: Path) -> None:
     """A published file has none, as its name or the user says; for other files a note says so."""
-    theirs = random_model("retinanet_resnet50_fpn", frozen=True)
+    reference = random_model("retinanet_resnet50_fpn", frozen=True)
     with torch.no_grad():
-        for module in theirs.modules():
+        for module in reference.modules():
             if isinstance(module, FrozenBatchNorm2d):
                 module.eps = 0.0
                 module.weight.mul_(0.003)
                 module.running_var.mul_(1e-5)  # where an epsilon of 1e-5 makes a difference
     file = tmp_path / "x.pth"
-    torch.save(theirs.state_dict(), file)
+    torch.save(reference.state_dict(), file)
     names = sources.read_weights("torchvision:retinanet_resnet50_fpn", load_tensors=False).row_names
-    config, unsure, said = begun(file, names)
-    assert said.endswith("name them torchvision:retinanet_resnet50_fpn=FILE")
-    _, told, said = begun(f"torchvision:retinanet_resnet50_fpn={file}", names)
-    assert "epsilon" not in said
+    config, unsure, message = begun(file, names)
+    assert message.endswith("name them torchvision:retinanet_resnet50_fpn=FILE")
+    _, marked, message = begun(f"torchvision:retinanet_resnet50_fpn={file}", names)
+    assert "epsilon" not in message
     published = file.rename(tmp_path / "retinanet_resnet50_fpn_coco-eeacb38b.pth")
     file.symlink_to(published)
-    known, named = (
-        sources.read_weights(str(published)),
-        sources.read_weights(f"torchvision:retinanet_resnet50_fpn={file}"),
+    weights = sources.read_weights(str(published))
+    named = sources.read_weights(f"torchvision:retinanet_resnet50_fpn={file}")
+    assert (
+        "epsilon" not in "".join(weights.notes) and weights.tensors.keys() == named.tensors.keys()
     )
-    assert "epsilon" not in "".join(known.notes) and known.tensors.keys() == named.tensors.keys()
-    assert all(torch.equal(known.tensors[name], tensor) for name, tensor in named.tensors.items())
+    assert all(torch.equal(weights.tensors[name], tensor) for name, tensor in named.tensors.items())
     photo = photographs()[1]
-    for ours, same in ((told, True), (unsure, False)):
-        wanted, mine = both(theirs, config, ours, photo)
-        near = len(mine["boxes"]) == len(wanted["boxes"]) > 10
+    for ours, same in ((marked, True), (unsure, False)):
+        expected, actual = both(reference, config, ours, photo)
+        near = len(actual["boxes"]) == len(expected["boxes"]) > 10
         assert same == (
-            near and torch.allclose(mine["scores"], wanted["scores"], rtol=0, atol=1e-5)
+            near and torch.allclose(actual["scores"], expected["scores"], rtol=0, atol=1e-5)
         )
 
 
 def test_what_is_no_detector_of_torchvision_is_refused(fcos, tmp_path: Path, monkeypatch) -> None:
-    state, file = fcos.state_dict(), tmp_path / "x.pth"
+    state = fcos.state_dict()
+    file = tmp_path / "x.pth"
     small = state | {"head.classification_head.conv.0.weight": torch.zeros(64, 256, 3, 3)}
     for content, says in (
         (
