@@ -95,12 +95,16 @@ def test_the_sampler_deals_out_the_rest() -> None:
     """Batches of 3 per rank of 20 samples: what is left after two is dealt out again."""
     data = range(20)
     size = hvd.size()
-    everyone = lambda sampler: [
-        index for own in hvd.allgather_object(list(sampler)) for index in own
-    ]
+
+    def list_all(sampler) -> list[int]:
+        indices = []
+        for indices_of_rank in hvd.allgather_object(list(sampler)):
+            indices += indices_of_rank
+        return indices
+
     for shuffle in (False, True):
         sampler = hvd.elastic.ElasticSampler(data, shuffle=shuffle, seed=3)
-        assert set(everyone(sampler)) == set(data) and len(list(sampler)) == len(sampler) == -(
+        assert set(list_all(sampler)) == set(data) and len(list(sampler)) == len(sampler) == -(
             -20 // size
         )
         done = {index for own in hvd.allgather_object(list(sampler)[:6]) for index in own}
@@ -108,10 +112,10 @@ def test_the_sampler_deals_out_the_rest() -> None:
             sampler.record_batch(batch, 3)
         other = hvd.elastic.ElasticSampler(data, shuffle=shuffle, seed=3)
         other.load_state_dict(sampler.state_dict())
-        assert set(everyone(other)) == set(data) - done
-        order = everyone(sampler)
+        assert set(list_all(other)) == set(data) - done
+        order = list_all(sampler)
         sampler.set_epoch(1)
-        assert set(everyone(sampler)) == set(data) and (everyone(sampler) != order) == shuffle
+        assert set(list_all(sampler)) == set(data) and (list_all(sampler) != order) == shuffle
         sampler.record_batch(0, 20)
         sampler.reset()
         assert list(sampler) == [] and len(sampler) == 0

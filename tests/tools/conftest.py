@@ -14,8 +14,8 @@ from tests.harness.runs import start_tool, train_once
 def run_tool(forks: Forks) -> Callable[..., list[Ended]]:
     """`run_tool(2, "compare", run, other)`: how two ranks of a tool have ended, which they must do well."""
 
-    def run(ranks: int, tool: str, *words: object) -> list[Ended]:
-        ended = [rank.end(300) for rank in start_tool(forks, ranks, tool, *words)]
+    def run(ranks: int, tool: str, *args: object) -> list[Ended]:
+        ended = [rank.end(300) for rank in start_tool(forks, ranks, tool, *args)]
         assert {rank.code for rank in ended} == {0}, ended
         return ended
 
@@ -29,9 +29,9 @@ def trained_classifier(launch: Launcher, tmp_path_factory) -> Path:
     """
     with train_once(tmp_path_factory, "cls") as (run, is_to_be_made):
         if is_to_be_made:
-            words = ["--config", "recipes/presets/digits.yaml", "--epochs", 5, "--name", run.name]
+            args = ["--config", "recipes/presets/digits.yaml", "--epochs", 5, "--name", run.name]
             done = launch(
-                "multi_cpu", "recipes/cls.py", *words, "--output_dir", run.parent, timeout=300
+                "multi_cpu", "recipes/cls.py", *args, "--output_dir", run.parent, timeout=300
             )
             assert done.returncode == 0, done.stderr
     return run
@@ -42,14 +42,7 @@ def trained_detector(run_several, tmp_path_factory) -> Path:
     """The run of the det_digits preset, 80 steps, on two processes with data workers."""
     with train_once(tmp_path_factory, "det") as (run, is_to_be_made):
         if is_to_be_made:
-            words = [
-                "--config",
-                "recipes/presets/det_digits.yaml",
-                "--max_steps",
-                80,
-                "--workers",
-                1,
-            ]
-            words += ["--output_dir", run.parent]
-            run_several(2, {run.name: words}, recipe="recipes/det.py", pictures=True)
+            args = ["--config", "recipes/presets/det_digits.yaml", "--max_steps", 80]
+            args += ["--workers", 1, "--output_dir", run.parent]
+            run_several(2, {run.name: args}, recipe="recipes/det.py", pictures=True)
     return run

@@ -18,6 +18,7 @@ from common.detection.evaluation.metrics import Detections
 from common.run.past_run import PastRun
 from tests.harness.detections import make_awkward_objects
 from tests.harness.runs import copy_run, read, refusal
+from tests.tools.calls import call_tool
 from tests.tools.changed import update_json
 from tools.compare import bootstrap
 from tools.compare.__main__ import main
@@ -27,23 +28,23 @@ from tools.compare.evaluation import build_f1
 # --- statistics
 
 
-def repeated(source: Annotated, found: list[dict], counts: np.ndarray) -> dict:
+def evaluate_repeated(source: Annotated, outputs: list[dict], counts: np.ndarray) -> dict:
     """COCO's evaluation of a data set in which image n occurs counts[n] times."""
-    rows = np.repeat(np.arange(len(source)), counts)
+    indices = np.repeat(np.arange(len(source)), counts)
     detections = Detections()
-    detections.update(range(len(rows)), [found[row] for row in rows])
-    return detections.results(
-        dataclasses.replace(source.select(rows), image_ids=np.arange(1, len(rows) + 1))
-    )
+    detections.update(range(len(indices)), [outputs[index] for index in indices])
+    repeated = source.select(indices)
+    image_ids = np.arange(1, len(indices) + 1)
+    return detections.results(dataclasses.replace(repeated, image_ids=image_ids))
 
 
 def test_ap_over_resampled_images_is_cocos_of_repeated_images() -> None:
     # Crowds, an absent class, boxes turned inside out, scores tied between images.
-    source, found = make_awkward_objects(3)
-    for of_image in found:  # without ties: copies of an image change their order
-        of_image["scores"] += torch.arange(len(of_image["scores"])) * 1e-5
+    source, outputs = make_awkward_objects(3)
+    for output in outputs:  # without ties: copies of an image change their order
+        output["scores"] += torch.arange(len(output["scores"])) * 1e-5
     detections = Detections()
-    detections.update(range(len(source)), found)
+    detections.update(range(len(source)), outputs)
     once = np.ones((1, len(source)), np.int64)
     weights = np.concatenate([once, next(bootstrap.draw_resamples(len(source), 12)), 0 * once])
     ap = AveragePrecision(source, *detections.to_arrays())
@@ -51,62 +52,65 @@ def test_ap_over_resampled_images_is_cocos_of_repeated_images() -> None:
     per_class = ap.compute_per_class(weights)
     assert np.isnan(values[-1]) and len(set(values[:-1].round(6))) > 10
     for row, counts in enumerate(weights[:-1]):
-        expected = repeated(source, found, counts)
+        expected = evaluate_repeated(source, outputs, counts)
         assert values[row] == pytest.approx(expected["AP"], abs=1e-12)
-        of_classes = [np.nan if value is None else value for value in expected["per_class"]]
-        assert per_class[row] == pytest.approx(of_classes, abs=1e-12, nan_ok=True)
+        expected_per_class = np.array(expected["per_class"], float)  # None becomes nan
+        assert per_class[row] == pytest.approx(expected_per_class, abs=1e-12, nan_ok=True)
 
 
 def test_intervals_hold_the_true_difference_as_they_say() -> None:
     random = np.random.default_rng(0)
     images = 400
     trials = 250
-    held = 0
-    called_better = 0
+    num_held = 0
+    num_called_better = 0
     for _ in range(trials):
         ease = random.random(images)  # pairs: the same images are hard for both
-        first, second, equal = (random.random(images) < ease**power for power in (0.5, 0.4, 0.5))
+        first = random.random(images) < ease**0.5
+        second = random.random(images) < ease**0.4
+        equal = random.random(images) < ease**0.5
         true = 1 / 1.4 - 1 / 1.5
 
         def share(right: np.ndarray):
             return lambda weights: weights @ right / images
 
-        found = bootstrap.compare(share(first), share(second), images, 200)
-        assert found.value == pytest.approx(second.mean() - first.mean())
-        held += found.low <= true <= found.high
-        called_better += bootstrap.compare(
+        difference = bootstrap.compare(share(first), share(second), images, 200)
+        assert difference.value == pytest.approx(second.mean() - first.mean())
+        num_held += difference.low <= true <= difference.high
+        num_called_better += bootstrap.compare(
             share(first), share(equal), images, 200
         ).is_larger_than_noise
-    assert 0.91 <= held / trials <= 0.98, held / trials
-    assert 0.02 <= called_better / trials <= 0.09, called_better / trials
+    assert 0.91 <= num_held / trials <= 0.98, num_held / trials
+    assert 0.02 <= num_called_better / trials <= 0.09, num_called_better / trials
 
 
 def test_resamples_are_always_the_same(monkeypatch) -> None:
     first = np.concatenate(list(bootstrap.draw_resamples(37, 50)))
     assert (first.sum(1) == 37).all() and abs((first == 0).mean() - math.exp(-1)) < 0.03
     monkeypatch.setattr(bootstrap, "_MAX_CELLS", 37 * 20)  # in parts, which take less memory
-    parts = list(bootstrap.draw_resamples(37, 50))
-    assert [len(part) for part in parts] == [20, 20, 10] and (np.concatenate(parts) == first).all()
+    chunks = list(bootstrap.draw_resamples(37, 50))
+    assert [len(chunk) for chunk in chunks] == [20, 20, 10]
+    assert (np.concatenate(chunks) == first).all()
 
 
 def test_f1_over_resampled_images_is_that_of_repeated_images() -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(30, 4, generator=random)
     labels = torch.rand(30, 4, generator=random) < 0.4
-    found = logits > 0
-    counts = torch.stack([(found & labels).sum(1), (found ^ labels).sum(1)], 1).numpy()
+    predicted = logits > 0
+    counts = torch.stack([(predicted & labels).sum(1), (predicted ^ labels).sum(1)], 1).numpy()
     weights = next(bootstrap.draw_resamples(30, 5))
     for value, times in zip(build_f1(counts)(weights), torch.from_numpy(weights), strict=True):
-        rows = torch.arange(30).repeat_interleave(times)
+        indices = torch.arange(30).repeat_interleave(times)
         expected = ClassificationCounts(4, "cpu", multi_label=True)
-        expected.update(logits[rows], labels[rows])
+        expected.update(logits[indices], labels[indices])
         assert value == pytest.approx(expected.reduce().results()["f1"], abs=1e-12)
 
 
 # --- real runs
 
 
-def worse(run: Path, copy: Path, noise: float) -> Path:
+def copy_worse(run: Path, copy: Path, noise: float) -> Path:
     """A copy of a run whose best model has other weights, another learning rate and another recipe."""
     copy_run(run, copy)
     weights = load_file(copy / "best" / "model.safetensors")
@@ -123,84 +127,66 @@ def worse(run: Path, copy: Path, noise: float) -> Path:
     return copy
 
 
-def compared(capsys, output: Path, *words: object) -> tuple[str, dict]:
-    """What is printed, and comparison.json."""
-    main([*map(str, words), "-o", str(output)])
+def compare_runs(capsys, output: Path, *args: object) -> tuple[str, dict]:
+    """Compare; return what is printed, and comparison.json."""
+    call_tool(main, *args, "-o", output)
     return capsys.readouterr().out, read(output / "comparison.json")
 
 
 def test_a_worse_classifier_is_told_from_better_and_equal_ones(
     run_tool, trained_classifier, tmp_path, capsys
 ) -> None:
-    other = worse(trained_classifier, tmp_path / "other", 0.8)
+    worse = copy_worse(trained_classifier, tmp_path / "other", 0.8)
     copy = copy_run(trained_classifier, tmp_path / "copy")
-    runs = (
-        trained_classifier,
-        other,
-        copy,
-        "--recipe",
-        "recipes/cls.py",
-        "--recipe",
-        other / "source" / "cls.py",
-    )
-    ended = run_tool(2, "compare", *runs, "-o", tmp_path / "two", "--workers", 0)
+    recipes = ["--recipe", "recipes/cls.py", "--recipe", worse / "source" / "cls.py"]
+    args = [trained_classifier, worse, copy, *recipes, "--workers", 0]
+    ended = run_tool(2, "compare", *args, "-o", tmp_path / "two")
     assert "".join(rank.stdout for rank in ended).count("is it more than noise?") == 1
-    text, found = compared(capsys, tmp_path / "one", *runs, "--workers", 0)
-    assert read(tmp_path / "two" / "comparison.json") == found
-    for said in (
-        "--lr",
-        "best at step",
-        "images/s",
-        "2 × ",
-        "+    torch.numel(torch.ones(1))",
-        "larger than noise",
-    ):
-        assert said in text, text
+    text, comparison = compare_runs(capsys, tmp_path / "one", *args)
+    assert read(tmp_path / "two" / "comparison.json") == comparison
+    changed_line = "+    torch.numel(torch.ones(1))"
+    for shown in ("--lr", "best at step", "images/s", "2 × ", changed_line, "larger than noise"):
+        assert shown in text, text
     assert "a comment" not in text and "--opt" not in text and "no difference beyond noise" in text
 
-    different, same = found["differences"]
+    different, same = comparison["differences"]
     recorded = PastRun(trained_classifier).results["top1"]
-    assert (
-        different["results"][0] == pytest.approx(recorded, abs=1e-12)
-        and different["results"][1] < recorded - 0.05
-    )
+    assert different["results"][0] == pytest.approx(recorded, abs=1e-12)
+    assert different["results"][1] < recorded - 0.05
     assert different["interval"][0] < different["difference"] < different["interval"][1] < 0
     assert same["difference"] == 0 and same["interval"] == [0, 0] and not same["larger_than_noise"]
     assert same["sign_changes"] == 1
 
 
 def test_a_worse_detector_is_told_from_a_better_one(trained_detector, tmp_path, capsys) -> None:
-    other = worse(trained_detector, tmp_path / "other", 0.3)
-    recipes = ["--recipe", "recipes/det.py", "--recipe", other / "source" / "det.py"]
-    text, found = compared(
-        capsys, tmp_path / "out", trained_detector, other, *recipes, "--workers", 0
-    )
+    worse = copy_worse(trained_detector, tmp_path / "other", 0.3)
+    recipes = ["--recipe", "recipes/det.py", "--recipe", worse / "source" / "det.py"]
+    args = [trained_detector, worse, *recipes, "--workers", 0]
+    text, comparison = compare_runs(capsys, tmp_path / "out", *args)
     assert "AP on digits: fixed scenes" in text and "larger than noise" in text
-    (changed,) = found["differences"]
+    (changed,) = comparison["differences"]
     recorded = PastRun(trained_detector).results["AP"]
-    assert (
-        changed["results"][0] == pytest.approx(recorded, abs=1e-9)
-        and changed["results"][1] < recorded - 0.02
-    )
+    assert changed["results"][0] == pytest.approx(recorded, abs=1e-9)
+    assert changed["results"][1] < recorded - 0.02
     assert changed["interval"][1] < 0 and changed["sign_changes"] == 0
 
 
 def test_what_folders_record_needs_no_model(trained_classifier, tmp_path, capsys) -> None:
     copy = copy_run(trained_classifier, tmp_path / "copy")
     killed = tmp_path / "killed"
-    text, _ = compared(capsys, tmp_path / "out", trained_classifier, copy, "--recorded")
-    assert (
-        "configuration: what differs\n  nothing\n" in text
-        and "source, cls and copy: the same" in text
-    )
+    text, _ = compare_runs(capsys, tmp_path / "out", trained_classifier, copy, "--recorded")
+    assert "configuration: what differs\n  nothing\n" in text
+    assert "source, cls and copy: the same" in text
     killed.mkdir()
     for name in ("config.yaml", "summary.json", "log.txt"):
         shutil.copy(trained_classifier / name, killed)
-    text, found = compared(capsys, tmp_path / "out", trained_classifier, killed, "--recorded")
+    text, comparison = compare_runs(
+        capsys, tmp_path / "out", trained_classifier, killed, "--recorded"
+    )
     assert "recipe source, cls and killed: not recorded by both" in text and "noise" not in text
-    whole, of_killed = found["runs"]
-    assert whole["best"] == of_killed["best"] and whole["best"]["step"] > 0
-    assert "differences" not in found
+    finished_run, killed_run = comparison["runs"]
+    assert finished_run["best"] == killed_run["best"] and finished_run["best"]["step"] > 0
+    assert "differences" not in comparison
 
 
 def test_what_can_not_be_compared_is_refused_by_name(
@@ -215,9 +201,9 @@ def test_what_can_not_be_compared_is_refused_by_name(
         "(digits: " in text
     )
     assert f"{scenes}: " in text
-    for words, told in (
+    for args, message in (
         ((trained_classifier, trained_detector, "--data", "digits"), "a classifier and a detector"),
         ((trained_classifier,), "name at least two runs"),
         ((trained_classifier, tmp_path), f"{tmp_path}: is no run folder"),
     ):
-        assert told in refusal(main, *words)
+        assert message in refusal(main, *args)

@@ -1,0 +1,8 @@
+"""Calls of tools in the process of the test."""
+
+from collections.abc import Callable
+
+
+def call_tool(main: Callable[[list[str]], object], *args: object) -> None:
+    """Call a tool's `main` with these arguments, as texts."""
+    main(list(map(str, args)))
