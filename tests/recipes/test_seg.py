@@ -110,6 +110,21 @@ def test_other_data_are_matched_by_the_names_of_their_classes(trained, forks, tm
     assert ended.code == 2 and "does not know 1 of the 2 classes" in ended.stderr
 
 
+def test_classes_without_a_pixel_are_named_once(forks, regions, tmp_path) -> None:
+    data = shutil.copytree(regions, tmp_path / "data")
+    unused = [f"unused {i}" for i in range(7)]
+    (data / "classes.txt").write_text("\n".join(["ground", "leaf", "sky", *unused]))
+    words = ["--data", data, *WORDS, "--eval_every", 6, "--output_dir", tmp_path, "--name", "a"]
+    ended = forks(*words, recipe="seg")
+    assert ended.code == 0, ended
+    line = (
+        "7 of 10 classes have no labelled pixel in the images to evaluate on, and are left out of "
+        f"mIoU: {', '.join(unused[:5])}, ..."
+    )
+    assert ended.stdout.count(line) == 1
+    assert line in evaluate(forks, Outcome(folder=tmp_path / "a"))[1]
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
