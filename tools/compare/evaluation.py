@@ -50,14 +50,17 @@ def load_candidates(runs: Sequence[Path], flags: Sequence[str]) -> list[Candidat
 
     Raises `Refused` unless these are the same images for all.
     """
-    candidates: list[Candidate] = []
+    models = []
     for path in runs:
         trained = load(str(path), flags, reads_data=True, takes_segmenters=True)
-        if candidates and trained.task != candidates[0].trained.task:
+        models.append(trained)
+        if trained.task != models[0].task:
             raise Refused(
-                f"{candidates[0].path} and {path}: a model for {candidates[0].trained.task} and one "
-                f"for {trained.task} have no result in common; name runs of the same task"
+                f"{runs[0]} and {path}: a model for {models[0].task} and one for {trained.task} have no "
+                "result in common; name runs of the same task"
             )
+    candidates: list[Candidate] = []
+    for path, trained in zip(runs, models, strict=True):
         candidate = Candidate(path, trained, trained.load_data())
         candidates.append(candidate)
         first = candidates[0]
@@ -158,10 +161,10 @@ def _evaluate_segmenter(val: Any, predictions: Iterable[tuple], device: Any) -> 
             num_predicted = confusion.sum(0)[:num_classes]
             counts[index] = torch.stack([right, labelled, num_predicted], dim=1)
     counts = all_sum(counts)  # 0 for images of other ranks
-    num_images = int(all_sum(num_images))
-    if num_images != len(val):
+    num_evaluated = int(all_sum(num_images))
+    if num_evaluated != len(val):
         raise RuntimeError(
-            f"evaluated {num_images} images of {len(val)}: each must count exactly once"
+            f"evaluated {num_evaluated} images of {len(val)}: each must count exactly once"
         )
     return build_miou(counts.cpu().numpy()) if is_main() else None
 
