@@ -673,8 +673,8 @@ class Run:
             batches = EvalBatches(loader, self._val_set.normalize, self.accelerator)
             evaluation = evaluate(model, batches, self._val_set.source)
             results = results_of(evaluation)
-            broken = batches.describe_broken()
-        self._records.log_once(broken + describe_omissions(evaluation))
+            lines = batches.describe_broken() + list_notes(evaluation)
+        self._records.log_once(lines)
         model.train()
         return evaluation, results
 
@@ -710,7 +710,7 @@ class Run:
         with torch.compiler.set_stance("force_eager"):
             evaluation = evaluate(val_set.adapt(model).eval(), batches, data)
             results = results_of(evaluation)
-        for line in batches.describe_broken() + describe_omissions(evaluation):
+        for line in batches.describe_broken() + list_notes(evaluation):
             launch.print_on_main(line)
         eval_only.report(self.config, weights, data, results, evaluation)
 
@@ -856,6 +856,6 @@ def results_of(evaluation: Any) -> dict:
     return evaluation if isinstance(evaluation, dict) else evaluation.results()
 
 
-def describe_omissions(evaluation: Any) -> list[str]:
-    """Lines about what results leave out, if `evaluation` says so; the same on all ranks."""
-    return evaluation.describe_omissions() if hasattr(evaluation, "describe_omissions") else []
+def list_notes(evaluation: Any) -> list[str]:
+    """Lines about the evaluated data, if what a recipe's `evaluate` returned has `list_notes()`."""
+    return evaluation.list_notes() if hasattr(evaluation, "list_notes") else []

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.config.origin import format_names
 from common.data.source import sample_evenly
-from common.data.tables import format_names
 from common.distributed.collectives import all_sum, gather_to_main, reduce_counts
 from common.durable import write_csv
 from common.errors import Refused
@@ -82,14 +82,11 @@ class Evaluation:
                 self.shown[index] = predicted.cpu().numpy().astype(np.int16)
 
     def _count(self, index: int, labels: Tensor, predicted: Tensor, loss: Tensor | float) -> None:
-        is_labelled = labels != IGNORED
-        num_rows, num_columns = self.confusion.shape
-        cells = labels[is_labelled] * num_columns + predicted[is_labelled]
-        counts = cells.bincount(minlength=num_rows * num_columns)
-        self.confusion += counts.reshape(num_rows, num_columns)
-        self.scores[index, 0] = (labels == predicted).sum()
+        confusion = count_confusion(labels, predicted, *self.confusion.shape)
+        self.confusion += confusion
+        self.scores[index, 0] = confusion.diagonal().sum()
         self.scores[index, 1] = loss
-        self.scores[index, 2] = is_labelled.sum()
+        self.scores[index, 2] = confusion.sum()
 
     def results(self) -> dict[str, Any]:
         """The metrics over all images, on every rank. A collective.
@@ -117,16 +114,19 @@ class Evaluation:
         results["count"] = num_images
         return results | name_by_class("IoU", self._data.classes, results["per_class"])
 
-    def describe_omissions(self) -> list[str]:
-        """Lines about what the results leave out, after `results`: classes without a pixel."""
-        num_labelled = self.confusion.sum(dim=1).tolist()
-        missing = []
-        for name, num_pixels in zip(self._data.classes, num_labelled, strict=True):
-            if not num_pixels:
-                missing.append(name)
-        if not missing:
+    def list_notes(self) -> list[str]:
+        """Lines for the log, after `results`: which classes have no pixel, so that no mean has them."""
+        num_labelled = self.confusion.numpy().sum(axis=1)
+        names = []
+        for name, count in zip(self._data.classes, num_labelled, strict=True):
+            if not count:
+                names.append(name)
+        if not names:
             return []
-        return [f"no labelled pixel of {format_names(missing)}: left out of the means over classes"]
+        return [
+            f"{len(names):,} of {len(num_labelled):,} classes have no labelled pixel in the images to "
+            f"evaluate on, and are left out of mIoU: {format_names(names)}"
+        ]
 
     def details(self) -> dict[str, Any]:
         """For a report, after `results`: per class its labelled and its right pixels."""
@@ -214,6 +214,13 @@ def compare_pixels(
         at_label = torch.where(is_here, of_label, at_label)
     losses = torch.where(labels != IGNORED, log_sum - at_label, 0.0)
     return predicted, losses
+
+
+def count_confusion(labels: Tensor, predicted: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """int64[num_rows, num_columns] labelled pixels of an image, by label and by prediction."""
+    is_labelled = labels != IGNORED
+    cells = labels[is_labelled] * num_columns + predicted[is_labelled]
+    return cells.bincount(minlength=num_rows * num_columns).reshape(num_rows, num_columns)
 
 
 def compute_metrics(confusion: np.ndarray) -> dict[str, Any]:

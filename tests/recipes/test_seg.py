@@ -104,15 +104,25 @@ def test_other_data_are_matched_by_the_names_of_their_classes(trained, forks, tm
     )
     for name in ("sky", "ground"):  # the same pixels, in another place
         assert report["pixels"][name] == best["pixels"][name]
-    (data / "classes.txt").write_text("sky\nground\nleaf\n")
-    results_of_three, text = evaluate(forks, trained, "--data", data)
-    assert "no labelled pixel of leaf: left out of the means over classes" in text
-    assert results_of_three["per_class"]["leaf"] is None
-    assert results_of_three["mIoU"] == results["mIoU"]
     (data / "classes.txt").write_text("sky\nwater\n")
     args = ("--eval_only", trained.folder, "--data", data)
     ended = forks(*args, recipe="seg")
     assert ended.code == 2 and "does not know 1 of the 2 classes" in ended.stderr
+
+
+def test_classes_without_a_pixel_are_named_once(forks, regions, tmp_path) -> None:
+    data = shutil.copytree(regions, tmp_path / "data")
+    unused = [f"unused {i}" for i in range(7)]
+    (data / "classes.txt").write_text("\n".join(["ground", "leaf", "sky", *unused]))
+    words = ["--data", data, *WORDS, "--eval_every", 6, "--output_dir", tmp_path, "--name", "a"]
+    ended = forks(*words, recipe="seg")
+    assert ended.code == 0, ended
+    line = (
+        "7 of 10 classes have no labelled pixel in the images to evaluate on, and are left out of "
+        f"mIoU: {', '.join(unused[:5])}, ..."
+    )
+    assert ended.stdout.count(line) == 1
+    assert line in evaluate(forks, Outcome(folder=tmp_path / "a"))[1]
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_what_can_not_be_compared_is_refused_by_name(
     )
     assert f"{scenes}: " in text
     for args, message in (
-        ((trained_classifier, trained_detector, "--data", "digits"), "a classifier and a detector"),
+        ((trained_classifier, trained_detector, "--data", "digits"), "have no result in common"),
         ((trained_classifier,), "name at least two runs"),
         ((trained_classifier, tmp_path), f"{tmp_path}: is no run folder"),
     ):

@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from common.segmentation.evaluation import compute_metrics
 from tests.harness.runs import read_rows, refusal, start_tool
 from tools.audit.__main__ import main as audit
+from tools.compare import bootstrap
 from tools.compare.__main__ import main as compare
+from tools.compare.evaluation import build_miou
 from tools.export import segmenter, verify
 from tools.export.__main__ import main as export
 from tools.predict.__main__ import main
@@ -115,6 +118,37 @@ def test_an_export_scores_what_the_run_scored_at_every_size(name, runs, tmp_path
     assert "ids differ by" in verify.find_fault(folder)
 
 
+def test_two_models_are_compared_by_miou(runs, run_tool, tmp_path) -> None:
+    pair = (runs["own"], runs["linear"])
+    for processes in (1, 2):
+        output = tmp_path / str(processes)
+        run_tool(processes, "compare", *pair, "-o", output, "--workers", 0)
+    content = json.loads((tmp_path / "1/comparison.json").read_text())
+    assert content == json.loads((tmp_path / "2/comparison.json").read_text())
+    (difference,) = content["differences"]
+    recorded = []
+    for path in pair:
+        recorded.append(json.loads((path / "best/results.json").read_text())["mIoU"])
+    assert difference["metric"] == "mIoU"
+    assert difference["results"] == pytest.approx(recorded, abs=1e-12)
+    assert difference["difference"] == pytest.approx(recorded[1] - recorded[0], abs=1e-12)
+    low, high = difference["interval"]
+    assert low < difference["difference"] < high
+
+
+def test_miou_over_resampled_images_is_that_of_repeated_images() -> None:
+    generator = np.random.default_rng(0)
+    confusions = generator.integers(0, 50, (9, 4, 5))
+    confusions[3:, 2] = 0  # a class that most resamples lack
+    right = np.diagonal(confusions, axis1=1, axis2=2)
+    counts = np.stack([right, confusions.sum(2), confusions.sum(1)[:, :4]], axis=2)
+    weights = np.concatenate(list(bootstrap.draw_resamples(9, 20)))
+    for value, times in zip(build_miou(counts)(weights), weights, strict=True):
+        total = np.repeat(confusions, times, axis=0).sum(0)
+        assert value == pytest.approx(compute_metrics(total)["mIoU"], abs=1e-12)
+    assert np.isnan(build_miou(counts)(np.zeros((1, 9)))).all()
+
+
 def test_another_model_is_refused(run, tmp_path, monkeypatch) -> None:
     forward = segmenter.Exportable.forward
     monkeypatch.setattr(
@@ -138,13 +172,10 @@ def test_a_replay_shows_the_samples_and_losses_of_a_step(run, forks, tmp_path) -
 
 
 def test_other_tools_say_that_they_do_not_take_it(run, regions, trained_classifier) -> None:
-    for tool, words in (
-        (audit, [run]),
-        (compare, [run, run]),
-    ):
-        assert "is a model for segmentation, which this tool does not take yet" in refusal(
-            tool, *words
-        )
+    text = refusal(audit, run)
+    assert "is a model for segmentation, which this tool does not take yet" in text
+    text = refusal(compare, run, trained_classifier, "--data", "digits")
+    assert "a model for segmentation and one for classification have no result in common" in text
     text = refusal(publish, run, "--to", "a/b", "--dry_run", run / "card")
     assert text == f"{run}: is a model for segmentation, which has no card yet; upload its best/"
     text = refusal(main, trained_classifier, regions, "--masks", run / "m")
