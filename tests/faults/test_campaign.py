@@ -87,7 +87,9 @@ class Campaign:
             (self.scratch / name).mkdir(parents=True)
         self.shared_memory = set(os.listdir("/dev/shm"))
         self.moves = len(self.layouts) > 1
-        self.words = (*small([*WORDS, *WORDS_OF[self.recipe], "--data", self.data], self.recipe),)
+        self.words = tuple(
+            small([*WORDS, *WORDS_OF[self.recipe], "--data", self.data], self.recipe)
+        )
         self.words += ("--dtype", "float64") if self.moves else ()
         self.forks("--help")  # the server starts
         began = time.monotonic()
