@@ -15,7 +15,7 @@ from tests.harness.disks import disk
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch) -> Path:
+def cache_folder(tmp_path, monkeypatch) -> Path:
     """The folder of the caches; files that were written just now count as settled."""
     monkeypatch.setenv(files.CACHE, str(tmp_path / "index"))
     monkeypatch.setattr(file_stats, "_CLOCK_RESOLUTION", 0.0)
