@@ -37,14 +37,14 @@ def test_two_machines_train_what_one_process_trains(name, stops, hosts, alone, t
         "".join(f"{node.address} 1  # GPUs\n\n" for node in hosts.nodes)
     )
     (tmp_path / "cls_paced.py").write_text(PACED)
-    words = [*WORDS, "--output_dir", tmp_path]
+    argv = [*WORDS, "--output_dir", tmp_path]
 
     def train() -> Started:
         command = [
             "cluster/mpi/train.sh",
             tmp_path / "hosts.txt",
             tmp_path / "cls_paced.py",
-            *words,
+            *argv,
             "--name",
             "two",
         ]

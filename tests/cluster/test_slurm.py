@@ -90,7 +90,7 @@ class Slurm:
         self._folder = folder
 
     def __call__(
-        self, *words: object, env: Mapping[str, str] | None = None, check: bool = True
+        self, *argv: object, env: Mapping[str, str] | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         """`words`, as a person types them in the root of the checkout; recipes run on the CPU, with
         one thread a process.
@@ -100,16 +100,16 @@ class Slurm:
             "CUDA_VISIBLE_DEVICES": "-1",
             **(env or {}),
         }
-        done = self._first.start_command(*words, env=environ).finish()
+        done = self._first.start_command(*argv, env=environ).finish()
         assert not (check and done.returncode), (
-            f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+            f"{argv}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         )
         return done
 
-    def submit(self, *words: object, output: Path, **options) -> "Job":
+    def submit(self, *argv: object, output: Path, **options) -> "Job":
         """`sbatch <words>`, with its output in the file `output`."""
-        shown = self("sbatch", "--parsable", "--output", output, *words, **options).stdout
-        return Job(self, shown.strip(), output)
+        stdout = self("sbatch", "--parsable", "--output", output, *argv, **options).stdout
+        return Job(self, stdout.strip(), output)
 
 
 class Job:
@@ -122,23 +122,23 @@ class Job:
 
     def show(self) -> dict[str, str]:
         """What SLURM knows of it, such as JobState, Restarts, ExitCode."""
-        shown = self.slurm("scontrol", "show", "job", "--oneliner", self.number).stdout
-        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+        stdout = self.slurm("scontrol", "show", "job", "--oneliner", self.number).stdout
+        return dict(word.split("=", 1) for word in stdout.split() if "=" in word)
 
     def until(
         self, condition: Callable[[dict[str, str]], object], what: str, seconds: float = 120
     ) -> dict[str, str]:
         """Wait for it, at most `seconds` of an idle machine; what SLURM knows then."""
         for _ in Limit(seconds).turns(0.2):
-            if condition(known := self.show()):
-                return known
-        raise AssertionError(f"not {what}: {known}\n{self.text()}")
+            if condition(facts := self.show()):
+                return facts
+        raise AssertionError(f"not {what}: {facts}\n{self.text()}")
 
     def end(self, seconds: float = 120) -> dict[str, str]:
         """Wait for its end, also through requeues."""
         # While processes end it is COMPLETING.
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        return self.until(lambda known: known["JobState"] in over, "at its end", seconds)
+        return self.until(lambda facts: facts["JobState"] in over, "at its end", seconds)
 
     def text(self) -> str:
         return self.output.read_text() if self.output.exists() else ""
@@ -176,8 +176,8 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
         environ = {**inherit_environment(), "SLURM_CONF": str(folder / "slurm.conf")}
         log = (folder / "daemons.log").open("w")
 
-        def start(node: Node, *words: str) -> subprocess.Popen:
-            return subprocess.Popen([*node.before, *words], env=environ, stdout=log, stderr=log)
+        def start(node: Node, *argv: str) -> subprocess.Popen:
+            return subprocess.Popen([*node.before, *argv], env=environ, stdout=log, stderr=log)
 
         cluster = Slurm(nodes[0], folder)
         daemons = [start(nodes[0], *munged)]
@@ -221,12 +221,12 @@ class Held:
         self.run = folder / script
         self._signs = folder / f"{script}.held"
         self._signs.mkdir()
-        words = ["--config_file", f"accelerate_configs/{config}.yaml"] if config else []
-        words += ["tests/harness/held.py", "recipes/cls.py", *WORDS, "--seed", 1]
-        words += ["--output_dir", folder, "--name", script]
+        argv = ["--config_file", f"accelerate_configs/{config}.yaml"] if config else []
+        argv += ["tests/harness/held.py", "recipes/cls.py", *WORDS, "--seed", 1]
+        argv += ["--output_dir", folder, "--name", script]
         env = {"HELD_AT": "5", "HELD_IN": str(self._signs), "PYTHONPATH": str(ROOT)}
         self.job = slurm.submit(
-            *CPU, *flags, SCRIPTS / script, *words, output=folder / f"{script}.out", env=env
+            *CPU, *flags, SCRIPTS / script, *argv, output=folder / f"{script}.out", env=env
         )
 
     def waits(self) -> None:
@@ -239,9 +239,9 @@ class Held:
         """The run was stopped `by` one signal, resumed from the step it had come to, and ended as
         the undisturbed one.
         """
-        known = self.job.end()
+        facts = self.job.end()
         text = self.job.text()
-        assert (known["JobState"], known["Restarts"]) == ("COMPLETED", "1"), text
+        assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), text
         assert f"2 processes on {layout}" in text
         stop = re.search(rf"stopped by {by} at step (\d+)", text)
         assert stop and 0 <= int(stop[1]) - 5 <= 2, text
@@ -291,9 +291,9 @@ def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path):
     held = Held(slurm, tmp_path, script="one_machine.sh", config="multi_cpu")
     held.waits()
     slurm("scancel", held.job.number)
-    known = held.job.end()
+    facts = held.job.end()
     text = held.job.text()
-    assert (known["JobState"], known["Restarts"]) == (
+    assert (facts["JobState"], facts["Restarts"]) == (
         "CANCELLED",
         "0",
     ) and "stopped by SIGTERM" in text, text
@@ -303,16 +303,16 @@ def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path):
 def test_an_array_trains_one_run_per_seed_side_by_side(slurm, undisturbed, tmp_path):
     """Both on one machine, with two processes each, which have to find each other."""
     flags = ("--nodes=1", "--nodelist=node1", "--ntasks-per-node=2", "--array=1-2")
-    words = ("recipes/cls.py", *WORDS, "--output_dir", tmp_path / "runs")
-    array = slurm.submit(*CPU, *flags, SCRIPTS / "train.sh", *words, output=tmp_path / "%a.out")
+    argv = ("recipes/cls.py", *WORDS, "--output_dir", tmp_path / "runs")
+    array = slurm.submit(*CPU, *flags, SCRIPTS / "train.sh", *argv, output=tmp_path / "%a.out")
     tasks = [Job(slurm, f"{array.number}_{seed}", tmp_path / f"{seed}.out") for seed in (1, 2)]
-    known = [task.end() for task in tasks]
-    for each, task in zip(known, tasks, strict=True):
+    facts = [task.end() for task in tasks]
+    for each, task in zip(facts, tasks, strict=True):
         assert each["JobState"] == "COMPLETED" and "2 processes on 1 node" in task.text(), (
             task.text()
         )
     times = [
-        [datetime.fromisoformat(each[name]) for name in ("StartTime", "EndTime")] for each in known
+        [datetime.fromisoformat(each[name]) for name in ("StartTime", "EndTime")] for each in facts
     ]
     assert max(start for start, _ in times) < min(end for _, end in times), "one after the other"
     runs = {

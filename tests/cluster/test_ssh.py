@@ -56,8 +56,8 @@ def train(hosts, tmp_path):
         "--config_file",
         "accelerate_configs/2node_cpu.yaml",
     ]
-    words = [*command, tmp_path / "cls_paced.py", *WORDS, "--output_dir", tmp_path]
-    return lambda: hosts.start(first, words, {"RETRY": "2"})
+    argv = [*command, tmp_path / "cls_paced.py", *WORDS, "--output_dir", tmp_path]
+    return lambda: hosts.start(first, argv, {"RETRY": "2"})
 
 
 def test_a_lost_host_comes_back(hosts, train, forks, tmp_path):
@@ -77,8 +77,8 @@ def test_a_lost_host_comes_back(hosts, train, forks, tmp_path):
         done.stdout
     )
     assert hosts.nothing_is_left(), hosts.left_over()
-    one = forks(*WORDS, "--output_dir", tmp_path / "alone")
-    assert one.code == 0, one.stderr
+    reference = forks(*WORDS, "--output_dir", tmp_path / "alone")
+    assert reference.code == 0, reference.stderr
     assert_same_losses(tmp_path / "run", tmp_path / "alone/run", STEPS)
 
 

@@ -40,8 +40,8 @@ def test_a_stopped_container_has_saved(start, launch, tmp_path) -> None:
     require_namespaces(tmp_path)
     command, config, code, cause = STARTS[start]
     inside = Launcher(launch.home, ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child"])
-    words = ["--config_file", f"accelerate_configs/{config}.yaml", "recipes/cls.py", *WORDS]
-    started = inside.start_command(*command, *words, "--output_dir", tmp_path, "--name", "run")
+    argv = ["--config_file", f"accelerate_configs/{config}.yaml", "recipes/cls.py", *WORDS]
+    started = inside.start_command(*command, *argv, "--output_dir", tmp_path, "--name", "run")
     run = Watched(tmp_path / "run", [started])
     run.until(lambda: run.step() >= 4, "it trains")
     [first] = psutil.Process(started.process.pid).children()

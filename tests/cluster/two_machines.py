@@ -18,6 +18,8 @@ WORDS = small(
 
 def assert_same_losses(run: Path, alone: Path, steps: int = STEPS) -> None:
     """Every step is there once, with the loss that one process has in it."""
-    several, one = (Outcome(folder=folder) for folder in (run, alone))
+    several, reference = (Outcome(folder=folder) for folder in (run, alone))
     assert [row["step"] for row in several.rows] == list(range(1, steps + 1))
-    np.testing.assert_allclose(several.column("train/loss"), one.column("train/loss"), rtol=1e-8)
+    np.testing.assert_allclose(
+        several.column("train/loss"), reference.column("train/loss"), rtol=1e-8
+    )

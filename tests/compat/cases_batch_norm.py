@@ -29,17 +29,17 @@ def outcome(norm: nn.Module, x: torch.Tensor, first: int) -> dict[str, torch.Ten
 
 def test_equals_batch_norm_on_the_whole_batch() -> None:
     rank = hvd.rank()
-    own = slice(sum(SHARES[:rank]), sum(SHARES[: rank + 1]))
+    local = slice(sum(SHARES[:rank]), sum(SHARES[: rank + 1]))
     x = 3 + torch.randn(9, 4, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for momentum in (0.1, None):
-        found = outcome(hvd.SyncBatchNorm(4, momentum=momentum), x[own], own.start)
+        actual = outcome(hvd.SyncBatchNorm(4, momentum=momentum), x[local], local.start)
         for key, value in outcome(nn.BatchNorm2d(4, momentum=momentum), x, 0).items():
             if key.endswith(".grad"):  # each rank has its share
-                found[key] = hvd.allreduce(found[key], op=hvd.Sum)
+                actual[key] = hvd.allreduce(actual[key], op=hvd.Sum)
             elif value.dim() and len(value) == 9:
-                value = value[own]
+                value = value[local]
             torch.testing.assert_close(
-                found[key], value, rtol=1e-10, atol=1e-10, msg=f"{momentum}: {key}"
+                actual[key], value, rtol=1e-10, atol=1e-10, msg=f"{momentum}: {key}"
             )
     with pytest.raises(ValueError, match="got 1 dimensions"):
         hvd.SyncBatchNorm(4)(torch.ones(4))

@@ -45,28 +45,30 @@ def test_reductions() -> None:
     for dtype in (*FLOATS, *INTEGERS):
         close = {"rtol": 1e-2} if dtype in FLOATS[:2] else {"rtol": 1e-6}
         for shape in SHAPES:
-            own = draw(rank, shape, dtype)
+            local = draw(rank, shape, dtype)
             everyone = of_all(shape, torch.float64)
             total = everyone.sum(0)
-            before = own.clone()
+            before = local.clone()
             average = total / size
-            same(hvd.allreduce(own, op=hvd.Sum), total.to(dtype))
+            same(hvd.allreduce(local, op=hvd.Sum), total.to(dtype))
             same(
-                hvd.allreduce(own),
+                hvd.allreduce(local),
                 (average if dtype in FLOATS else average.trunc()).to(dtype),
                 **close,
             )
-            same(hvd.allreduce(own, op=hvd.Min), everyone.amin(0).to(dtype))
-            same(hvd.allreduce(own, op=hvd.Max), everyone.amax(0).to(dtype))
-            same(hvd.allreduce(own, op=hvd.Product), everyone.prod(0).to(dtype))
-            same(own, before)  # not modified
-            assert hvd.allreduce_(own, op=hvd.Sum) is own
-            same(own, total.to(dtype))
-    own = draw(rank, (3, 4))
+            same(hvd.allreduce(local, op=hvd.Min), everyone.amin(0).to(dtype))
+            same(hvd.allreduce(local, op=hvd.Max), everyone.amax(0).to(dtype))
+            same(hvd.allreduce(local, op=hvd.Product), everyone.prod(0).to(dtype))
+            same(local, before)  # not modified
+            assert hvd.allreduce_(local, op=hvd.Sum) is local
+            same(local, total.to(dtype))
+    local = draw(rank, (3, 4))
     total = of_all((3, 4)).sum(0)
-    same(hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), total * 1.5)
+    same(hvd.allreduce(local, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), total * 1.5)
     same(
-        hvd.allreduce(own, prescale_factor=0.5, postscale_factor=3.0), total * 1.5 / size, rtol=1e-6
+        hvd.allreduce(local, prescale_factor=0.5, postscale_factor=3.0),
+        total * 1.5 / size,
+        rtol=1e-6,
     )
     # Integers are rounded towards zero, each rank's and the sum.
     whole = draw(rank, (4,), torch.int32)
@@ -77,10 +79,10 @@ def test_reductions() -> None:
     )
     for average in (False, True):
         with pytest.warns(DeprecationWarning, match="average is deprecated"):
-            same(hvd.allreduce(own, average=average), total / (size if average else 1), rtol=1e-6)
-    reduced = hvd.allreduce(own + 1e-4, op=hvd.Sum, compression=hvd.Compression.fp16)
+            same(hvd.allreduce(local, average=average), total / (size if average else 1), rtol=1e-6)
+    reduced = hvd.allreduce(local + 1e-4, op=hvd.Sum, compression=hvd.Compression.fp16)
     same(reduced, total, rtol=1e-3, atol=1e-3)
-    same(hvd.allreduce(own.int(), op=hvd.Sum, compression=hvd.Compression.fp16), total.int())
+    same(hvd.allreduce(local.int(), op=hvd.Sum, compression=hvd.Compression.fp16), total.int())
     big = draw(rank, (300_000,))
     same(hvd.allreduce(big, op=hvd.Sum), of_all((300_000,)).sum(0))
 
@@ -94,7 +96,7 @@ def test_layouts() -> None:
         same(hvd.allreduce(view(base), op=hvd.Sum), view(everyone).sum(0))
         same(
             hvd.allgather(view(base)),
-            torch.cat([view(draw(other, (4, 6))) for other in range(size)]),
+            torch.cat([view(draw(other_rank, (4, 6))) for other_rank in range(size)]),
         )
         same(hvd.broadcast(view(base), 1), view(draw(1, (4, 6))))
     target = base.clone()
@@ -127,12 +129,15 @@ def test_groups() -> None:
         hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group"),
         hvd.grouped_allreduce_(in_place, op=hvd.Sum),
     ]
-    assert all(here is there for here, there in zip(results[1], in_place, strict=True))
+    assert all(
+        actual_tensor is expected_tensor
+        for actual_tensor, expected_tensor in zip(results[1], in_place, strict=True)
+    )
     for result in (*results, hvd.synchronize(handle)):
         for actual, expected in zip(result, sums, strict=True):
             same(actual, expected)
-    for actual, place in zip(hvd.grouped_allgather([tensors[0], tensors[2]]), (0, 2), strict=True):
-        same(actual, of_all(*kinds[place], place).flatten(0, 1))
+    for actual, i in zip(hvd.grouped_allgather([tensors[0], tensors[2]]), (0, 2), strict=True):
+        same(actual, of_all(*kinds[i], i).flatten(0, 1))
     rows = hvd.grouped_reducescatter(
         [draw(rank, (size * 2, 2)), draw(rank, (size + 1,))], op=hvd.Sum
     )
@@ -164,15 +169,15 @@ def test_movements() -> None:
     splits = [[i + r for i in range(size)] for r in range(size)]
     sent = [draw(r, (sum(splits[r]), 2)) for r in range(size)]
     expected = torch.cat([sent[r].split(splits[r])[rank] for r in range(size)])
-    for given in (
+    for tensor in (
         torch.tensor(splits[rank], dtype=torch.int32),
         torch.tensor(splits[rank]),
         splits[rank],
     ):
-        received, counts = hvd.alltoall(sent[rank], given)
+        received, counts = hvd.alltoall(sent[rank], tensor)
         same(received, expected)
         assert counts.tolist() == [rank + r for r in range(size)]
-        assert counts.dtype == (given.dtype if isinstance(given, torch.Tensor) else torch.int32)
+        assert counts.dtype == (tensor.dtype if isinstance(tensor, torch.Tensor) else torch.int32)
     nothing, counts = hvd.alltoall(sent[rank][:0], [0] * size)
     assert nothing.shape == (0, 2) and counts.tolist() == [0] * size
     to_first, counts = hvd.synchronize(
@@ -231,12 +236,12 @@ def test_handles_in_any_order() -> None:
     }
     order = list(calls)
     random.Random(rank).shuffle(order)
-    given = {name: calls[name][0](name) for name in order}
+    handles = {name: calls[name][0](name) for name in order}
     random.Random(rank + 9).shuffle(order)
     for number, name in enumerate(order):
-        while number % 3 == 0 and not hvd.poll(given[name]):
+        while number % 3 == 0 and not hvd.poll(handles[name]):
             time.sleep(0)
-        same(hvd.synchronize(given[name]), calls[name][1])
+        same(hvd.synchronize(handles[name]), calls[name][1])
 
 
 def test_gradients() -> None:
@@ -256,20 +261,20 @@ def test_gradients() -> None:
     def weights(*shape: int) -> torch.Tensor:
         return torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=torch.float64).view(shape)
 
-    own = draw(rank, (3, 2))
+    local = draw(rank, (3, 2))
     factors = [r + 1.0 for r in range(size)]
     total = sum(factors)
     factor = factors[rank]
-    same(gradient(lambda t: hvd.allreduce(t, op=hvd.Sum), own, factor), weights(3, 2) * total)
-    same(gradient(hvd.allreduce, own, factor), weights(3, 2) * total / size)
+    same(gradient(lambda t: hvd.allreduce(t, op=hvd.Sum), local, factor), weights(3, 2) * total)
+    same(gradient(hvd.allreduce, local, factor), weights(3, 2) * total / size)
     scaled = gradient(
         lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25),
-        own,
+        local,
         factor,
     )
     same(scaled, weights(3, 2) * total * 0.5)
     same(
-        gradient(lambda t: hvd.grouped_allreduce([t, t * 2], op=hvd.Sum), own, factor),
+        gradient(lambda t: hvd.grouped_allreduce([t, t * 2], op=hvd.Sum), local, factor),
         weights(3, 2) * total,
     )
     rows = [r + 1 for r in range(size)]
@@ -280,7 +285,7 @@ def test_gradients() -> None:
             gradient(gather, draw(rank, (rows[rank], 2)), factor), whole[start : start + rows[rank]]
         )
     expected = weights(3, 2) * total / size if rank == 1 else torch.zeros(3, 2, dtype=torch.float64)
-    same(gradient(lambda t: hvd.broadcast(t, 1), own, factor), expected)
+    same(gradient(lambda t: hvd.broadcast(t, 1), local, factor), expected)
     even = draw(rank, (2 * size, 2))
     back = [weights(2 * size, 2)[2 * rank : 2 * rank + 2] * factors[r] for r in range(size)]
     for splits in (None, [2] * size):
@@ -294,7 +299,7 @@ def test_gradients() -> None:
         gathered * size,
     )
     with pytest.raises(NotImplementedError, match="Average and hvd"):
-        gradient(lambda t: hvd.allreduce(t, op=hvd.Max), own, factor)
+        gradient(lambda t: hvd.allreduce(t, op=hvd.Max), local, factor)
 
 
 def test_sparse_tensors() -> None:
@@ -327,16 +332,16 @@ def test_refusals() -> None:
     ones = torch.ones(2)
     rows = torch.ones(2, 3)
     size = hvd.size()
-    rest = [0] * (size - 1)
+    zeros = [0] * (size - 1)
     cases = (
         ("can't be reduced", lambda: hvd.allreduce(ones.to(torch.complex64))),
         ("sparse_allreduce_async", lambda: hvd.allreduce_async(torch.eye(2).to_sparse())),
         ("op or average", lambda: hvd.allreduce(ones, average=True, op=hvd.Sum)),
         ("op=17", lambda: hvd.allreduce(ones, op=17)),
         ("at least one tensor", lambda: hvd.grouped_allreduce([])),
-        ("whole numbers of rows that sum up to 2", lambda: hvd.alltoall(rows, [5, *rest])),
+        ("whole numbers of rows that sum up to 2", lambda: hvd.alltoall(rows, [5, *zeros])),
         ("whole numbers", lambda: hvd.alltoall(rows, [2] * (size + 1))),
-        ("whole numbers", lambda: hvd.alltoall(rows, torch.tensor([2.0, *rest]))),
+        ("whole numbers", lambda: hvd.alltoall(rows, torch.tensor([2.0, *zeros]))),
         ("can't be split equally", lambda: hvd.alltoall(torch.ones(size + 1))),
     )
     for text, call in cases:

@@ -81,22 +81,22 @@ def test_a_disagreement_is_told_to_all_ranks(what: str) -> None:
 
 def test_names_in_flight() -> None:
     rank = hvd.rank()
-    one = torch.ones(2)
+    tensor = torch.ones(2)
     if rank == 0:  # the others have not asked for it yet
-        handle = hvd.allreduce_async(one, name="busy")
+        handle = hvd.allreduce_async(tensor, name="busy")
         for call in (
             hvd.allreduce_async,
             hvd.allgather_async,
             lambda t, name: hvd.broadcast_async(t, 0, name),
         ):
             with pytest.raises(ValueError, match="'busy' is in flight"):
-                call(one, name="busy")
+                call(tensor, name="busy")
         hvd.barrier()
     else:
         hvd.barrier()
-        handle = hvd.allreduce_async(one, name="busy")
+        handle = hvd.allreduce_async(tensor, name="busy")
     assert hvd.synchronize(handle).tolist() == [1, 1]
-    assert hvd.allreduce(one, name="busy").tolist() == [1, 1]  # free again
+    assert hvd.allreduce(tensor, name="busy").tolist() == [1, 1]  # free again
 
 
 def test_ranks_with_more_or_less_data_join() -> None:

@@ -110,9 +110,9 @@ def test_the_sampler_deals_out_the_rest() -> None:
         done = {index for own in hvd.allgather_object(list(sampler)[:6]) for index in own}
         for batch in range(2):
             sampler.record_batch(batch, 3)
-        other = hvd.elastic.ElasticSampler(data, shuffle=shuffle, seed=3)
-        other.load_state_dict(sampler.state_dict())
-        assert set(list_all(other)) == set(data) - done
+        restored = hvd.elastic.ElasticSampler(data, shuffle=shuffle, seed=3)
+        restored.load_state_dict(sampler.state_dict())
+        assert set(list_all(restored)) == set(data) - done
         order = list_all(sampler)
         sampler.set_epoch(1)
         assert set(list_all(sampler)) == set(data) and (list_all(sampler) != order) == shuffle
@@ -131,14 +131,14 @@ def test_commits_on_disk() -> None:
     test_elastic.py.
     """
     state = made(epoch=1)
-    other = hvd.elastic.TorchState(nn.Linear(2, 1), other=1)
+    other_state = hvd.elastic.TorchState(nn.Linear(2, 1), other=1)
     state.commit()
     hvd.barrier()
     assert state._path.exists() and not list(state._path.parent.glob(".*"))
-    other._path = state._path
+    other_state._path = state._path
     text = "holds epoch, model, optimizer, scaler, schedule, and this script's state model"
     with pytest.raises(ValueError, match=text):
-        hvd.elastic.run(lambda state: None)(other)
+        hvd.elastic.run(lambda state: None)(other_state)
     if hvd.rank() == 0:
         with pytest.raises(TypeError, match=r"the elastic state holds .*Odd"):
             hvd.elastic.TorchState(odd=Odd()).commit()

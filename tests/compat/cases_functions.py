@@ -97,8 +97,8 @@ def test_optimizer_states() -> None:
             after = used.state_dict()
             assert used.param_groups is groups and bool(after["state"]) == on_root
             assert on_root or all(parameter.grad is not None for parameter in model.parameters())
-            for theirs in hvd.allgather_object(after):
-                assert same(theirs, after), number
+            for state_of_rank in hvd.allgather_object(after):
+                assert same(state_of_rank, after), number
             assert after["param_groups"][0]["note"] == {"nested": [None, 0, (1, "a")]}
             assert same(before["state"], after["state"]) or not is_root
 
@@ -118,7 +118,7 @@ def test_objects() -> None:
         "x": argparse.Namespace(lr=1),
     }
     assert same(hvd.broadcast_object(item if rank == 1 else None, root_rank=1, name="item"), item)
-    everyone = [{"rank": other, "text": "x" * other} for other in range(size)]
+    everyone = [{"rank": other_rank, "text": "x" * other_rank} for other_rank in range(size)]
     assert hvd.allgather_object(everyone[rank]) == everyone
     if rank == 0:
         for call in (hvd.broadcast_object, hvd.allgather_object):
@@ -129,20 +129,20 @@ def test_objects() -> None:
 
 
 def test_disagreements() -> None:
-    other = min(hvd.rank(), 1)
+    index = min(hvd.rank(), 1)
     model = model_of(0)
-    made = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
     cases = {
         "types of tensors differ: only 0: .* and None on ranks 0 and 1": lambda: (
             hvd.broadcast_parameters(
-                {"same": torch.ones(2), f"only {other}": torch.ones(1)}, root_rank=0
+                {"same": torch.ones(2), f"only {index}": torch.ones(1)}, root_rank=0
             )
         ),
         r"a: \[2\] torch.float32 and \[3\] torch.float32 on ranks 0 and 1": lambda: (
-            hvd.broadcast_parameters({"a": torch.ones(2 + other)}, root_rank=0)
+            hvd.broadcast_parameters({"a": torch.ones(2 + index)}, root_rank=0)
         ),
         "SGD and Adam on ranks 0 and 1": lambda: hvd.broadcast_optimizer_state(
-            made[other], root_rank=0
+            optimizers[index], root_rank=0
         ),
     }
     for text, call in cases.items():

@@ -85,8 +85,8 @@ def reference(
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in ranks:
-            if (own := loss(model, step, rank)) is not None:
-                (own / len(ranks)).backward()
+            if (local_loss := loss(model, step, rank)) is not None:
+                (local_loss / len(ranks)).backward()
         if len(ranks) > 1:
             fill(model)
         if clip:
@@ -122,8 +122,8 @@ def trained(
     for step in range(STEPS):
         optimizer.zero_grad()
         for _ in range(passes):
-            if (own := loss(model, step, hvd.rank())) is not None:
-                (own * factor / passes).backward()
+            if (local_loss := loss(model, step, hvd.rank())) is not None:
+                (local_loss * factor / passes).backward()
         if clip:
             optimizer.synchronize()
             nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -200,7 +200,7 @@ def test_a_scaler_and_schedules() -> None:
     plain = adamw(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(plain, 100)
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
-    later = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in (0, *range(STEPS)):
         optimizer.zero_grad()
@@ -209,9 +209,9 @@ def test_a_scaler_and_schedules() -> None:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        later.step()
+        scheduler.step()
     assert scaler.get_scale() == 512.0
-    assert schedule.get_last_lr() == later.get_last_lr() == [0.01]
+    assert schedule.get_last_lr() == scheduler.get_last_lr() == [0.01]
     assert_equal(model.state_dict(), reference(range(3)))
 
 
@@ -248,8 +248,8 @@ def test_models_and_parameters_that_change() -> None:
         return [parameter.detach() for model in models for parameter in model.parameters()]
 
     expected = run(range(hvd.size()), wraps=False)
-    for one, other in zip(run([hvd.rank()], wraps=True), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    for actual_tensor, expected_tensor in zip(run([hvd.rank()], wraps=True), expected, strict=True):
+        torch.testing.assert_close(actual_tensor, expected_tensor, rtol=0, atol=1e-10)
 
 
 def test_sparse_tables() -> None:

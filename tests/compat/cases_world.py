@@ -95,15 +95,15 @@ def test_process_sets() -> None:
     rank = hvd.rank()
     size = hvd.size()
     assert (evens.ranks, evens.process_set_id, odds.process_set_id) == ([0, 2], 1, 2)
-    own, other = (evens, odds) if rank % 2 == 0 else (odds, evens)
-    assert own.included() and not other.included()
-    assert (own.size(), own.rank(), hvd.global_process_set.size()) == (
-        len(own.ranks),
+    own_set, other_set = (evens, odds) if rank % 2 == 0 else (odds, evens)
+    assert own_set.included() and not other_set.included()
+    assert (own_set.size(), own_set.rank(), hvd.global_process_set.size()) == (
+        len(own_set.ranks),
         rank // 2,
         size,
     )
     with pytest.raises(ValueError, match=f"rank {rank} is not in"):
-        other.rank()
+        other_set.rank()
     for call in (
         hvd.allreduce_async,
         hvd.allgather_async,
@@ -111,21 +111,21 @@ def test_process_sets() -> None:
         hvd.reducescatter_async,
     ):
         with pytest.raises(ValueError, match=f"rank {rank} is not in the process set"):
-            call(torch.ones(2), process_set=other)
+            call(torch.ones(2), process_set=other_set)
     # The same name at the same time in sets that share no rank.
     value = torch.full((2,), float(rank), requires_grad=True)
-    average = hvd.allreduce(value, name="grad", process_set=own)
-    assert average.tolist() == [sum(own.ranks) / len(own.ranks)] * 2
+    average = hvd.allreduce(value, name="grad", process_set=own_set)
+    assert average.tolist() == [sum(own_set.ranks) / len(own_set.ranks)] * 2
     (average * (rank + 1)).sum().backward()  # the gradient is reduced within the set, too
-    assert value.grad.tolist() == [sum(r + 1 for r in own.ranks) / len(own.ranks)] * 2
-    assert hvd.allgather(value[:1], process_set=own).tolist() == own.ranks
-    root = own.ranks[-1]  # a rank of the world
-    assert hvd.broadcast(value, root, process_set=own).tolist() == [root] * 2
-    assert hvd.reducescatter(value, op=hvd.Sum, process_set=own).tolist() == [sum(own.ranks)] * (
-        2 // len(own.ranks)
-    )
-    hvd.barrier(process_set=own)
-    if own is evens:
+    assert value.grad.tolist() == [sum(r + 1 for r in own_set.ranks) / len(own_set.ranks)] * 2
+    assert hvd.allgather(value[:1], process_set=own_set).tolist() == own_set.ranks
+    root = own_set.ranks[-1]  # a rank of the world
+    assert hvd.broadcast(value, root, process_set=own_set).tolist() == [root] * 2
+    assert hvd.reducescatter(value, op=hvd.Sum, process_set=own_set).tolist() == [
+        sum(own_set.ranks)
+    ] * (2 // len(own_set.ranks))
+    hvd.barrier(process_set=own_set)
+    if own_set is evens:
         with pytest.raises(
             hvd.HorovodInternalError, match=r"root rank 1 is not in the process set \[0, 2\]"
         ):
@@ -143,7 +143,7 @@ def test_process_sets() -> None:
     assert not hvd.remove_process_set(pair) and not hvd.remove_process_set(hvd.global_process_set)
     with pytest.raises(ValueError, match="not registered"):
         hvd.allreduce(torch.ones(2), process_set=pair)
-    assert hvd.add_process_set([0, 1]).process_set_id > own.process_set_id
+    assert hvd.add_process_set([0, 1]).process_set_id > own_set.process_set_id
     hvd.shutdown()
     assert evens.process_set_id is None
     with pytest.raises(ValueError, match="use process sets"):

@@ -98,12 +98,12 @@ def test_a_stall_is_reported_with_its_ranks_and_ended_on_request(forks, tmp_path
     times = {"HOROVOD_STALL_CHECK_TIME_SECONDS": 2, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": 4}
     ends = ended(forks, functools.partial(stalls), **times, DONE=tmp_path / "done")
     assert [end.code for end in ends] == [0] * 3, ends
-    [report], *others = (json.loads(end.stdout) for end in ends)
+    [report], *other_reports = (json.loads(end.stdout) for end in ends)
     assert (
         "allreduce 'slow' waits for ranks [1], which have not submitted it for more than 2 s"
         in report
     )
-    assert others == [[], []]
+    assert other_reports == [[], []]
 
 
 PROGRAM = """

@@ -112,8 +112,8 @@ def test_the_file_of_commits_depends_on_script_and_arguments(monkeypatch, tmp_pa
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(__main__, "__file__", str(tmp_path / "train.py"), raising=False)
     files = set()
-    for words in (["train.py"], ["train.py", "--lr", "1"], ["train.py", "--lr", "1"]):
-        monkeypatch.setattr("sys.argv", words)
+    for argv in (["train.py"], ["train.py", "--lr", "1"], ["train.py", "--lr", "1"]):
+        monkeypatch.setattr("sys.argv", argv)
         files.add(choose_commit_file(0))
     assert len(files) == 2 and {path.parent for path in files} == {tmp_path / "train.commits"}
     monkeypatch.setenv(VARIABLE, str(tmp_path))

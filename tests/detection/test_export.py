@@ -32,14 +32,14 @@ def make(family, backbone="test_resnet", levels=(3, 5), classes=10, **options):
     width = {"width": 32, "drop_path": 0.0} | options
     spec = DetectorSpec(family, backbone, classes, levels=levels, seed=3, **width)
     detector = build_detector(spec)
-    words = {name: getattr(spec, name) for name in ("width", "convolutions", "variant")}
+    spec_options = {name: getattr(spec, name) for name in ("width", "convolutions", "variant")}
     named = {
         "detector": family,
         "levels": f"{levels[0]}-{levels[1]}",
         "init_classes": "",
         "eval_only": "",
     }
-    detector.flags = SimpleNamespace(**words, **named)  # of the command line
+    detector.flags = SimpleNamespace(**spec_options, **named)  # of the command line
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in detector.named_parameters():

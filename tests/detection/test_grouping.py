@@ -49,7 +49,7 @@ def test_each_epoch_holds_each_image_exactly_once(size, window):
 def test_steps_hold_similar_shapes_in_random_order():
     shapes = aspects(10_000)
     stream = GroupedStream(10_000, 16, 0, aspects=shapes, window=16)
-    mixed = {name: shapes[one.get_indices(np.arange(9_984))].reshape(-1, 16) for name, one in
+    mixed = {name: shapes[stream_of.get_indices(np.arange(9_984))].reshape(-1, 16) for name, stream_of in
              (("plain", Stream(10_000, 16, 0)), ("grouped", stream))}  # fmt: skip
     spread = {name: (np.ptp(of, axis=1) > 0.01).mean() for name, of in mixed.items()}
     assert spread["plain"] > 0.95 and spread["grouped"] < 0.25

@@ -169,7 +169,7 @@ def test_a_broken_image_is_an_empty_scene_and_named() -> None:
     assert list(reasons) == [8, 9] and not none
     stream = Stream(len(files), 8, 5)
     expected = []
-    for step, (actual, theirs) in enumerate(zip(seen, whole, strict=True)):
+    for step, (actual, reference_batch) in enumerate(zip(seen, whole, strict=True)):
         for i, index in enumerate(stream.get_indices(stream.get_positions(step, (0, 8))).tolist()):
             if index in reasons:
                 expected.append(reasons[index])
@@ -179,9 +179,9 @@ def test_a_broken_image_is_an_empty_scene_and_named() -> None:
                 )
                 assert actual.images[i].unique().tolist() in ([0], [0, *FILL], list(FILL))
             else:
-                assert torch.equal(actual.images[i], theirs.images[i])
-                assert torch.equal(actual.targets[i]["boxes"], theirs.targets[i]["boxes"])
-        assert torch.equal(actual.sizes, theirs.sizes)
+                assert torch.equal(actual.images[i], reference_batch.images[i])
+                assert torch.equal(actual.targets[i]["boxes"], reference_batch.targets[i]["boxes"])
+        assert torch.equal(actual.sizes, reference_batch.sizes)
     assert sorted(broken) == sorted(expected) and len(expected) > 3
 
 

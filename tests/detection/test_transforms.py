@@ -142,12 +142,14 @@ def test_an_object_of_which_little_is_left_is_dropped():
 
 
 def test_a_mosaic_shows_four_images_and_mixup_two():
-    own = painted((100, 80), 1)
+    first_sample = painted((100, 80), 1)
     other_samples = [painted((70, 90), 1) for _ in range(4)]
-    colours = [own, *other_samples]
+    colours = [first_sample, *other_samples]
     for number, sample in enumerate(colours):
         sample.labels[:], sample.image.decode()[:] = number, 50 + 30 * number
-    result = [vary(build(mosaic=1.0), position, own, other_samples) for position in range(20)]
+    result = [
+        vary(build(mosaic=1.0), position, first_sample, other_samples) for position in range(20)
+    ]
     assert set().union(*(mosaic.labels.tolist() for mosaic in result)) == {0, 1, 2, 3}
     for mosaic in result:
         corners = mosaic.image[0, [1, 1, -2, -2], [1, -2, 1, -2]].tolist()
@@ -155,7 +157,7 @@ def test_a_mosaic_shows_four_images_and_mixup_two():
         rows = [row.nonzero() for row in mosaic.image[0] != FILL[0] if row.any()]
         # They meet, without a gap.
         assert all(len(row) == row.max() - row.min() + 1 for row in rows)
-    mixed = vary(build(mixup=1.0), 3, own, other_samples)
+    mixed = vary(build(mixup=1.0), 3, first_sample, other_samples)
     assert mixed.labels.tolist() == [0, 1] and mixed.image[0, 30, 20] == (50 + 80) // 2
     assert len(build(mosaic=1.0, mixup=1.0).draw_partners(3)) == 4
 

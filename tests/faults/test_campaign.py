@@ -102,30 +102,32 @@ class Campaign:
             name = f"run_{self.starts}"
             while (killed := self._is_killed(name)) and self.kills < kills:
                 pass
-            one = self._finished(name) if killed else Outcome(folder=self.scratch / name)
-            self.assert_undisturbed(one)
-            shutil.rmtree(one.folder)
+            run = self._finished(name) if killed else Outcome(folder=self.scratch / name)
+            self.assert_undisturbed(run)
+            shutil.rmtree(run.folder)
 
-    def assert_undisturbed(self, one: Outcome) -> None:
+    def assert_undisturbed(self, run: Outcome) -> None:
         """Every step is there once; losses, evaluations, weights and all other state are as in the
         undisturbed run.
         """
         if self.moves:
-            assert_same_training(self.whole, one)
+            assert_same_training(self.whole, run)
         else:
-            assert_same_run(one.folder, self.whole.folder, STEPS)
-            mine, theirs = (read(outcome.folder / "summary.json") for outcome in (one, self.whole))
-            for key in theirs.keys() - {"train_seconds", "images_per_second"}:
-                assert mine[key] == theirs[key], (key, mine[key], theirs[key])
-        assert [row["step"] for row in one.rows] == list(range(1, STEPS + 1)), (
+            assert_same_run(run.folder, self.whole.folder, STEPS)
+            actual, expected = (
+                read(outcome.folder / "summary.json") for outcome in (run, self.whole)
+            )
+            for key in expected.keys() - {"train_seconds", "images_per_second"}:
+                assert actual[key] == expected[key], (key, actual[key], expected[key])
+        assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1)), (
             "a step is missing or there twice"
         )
-        status = read(one.folder / "status.json")
+        status = read(run.folder / "status.json")
         assert (status["status"], status["step"]) == ("finished", STEPS), status
-        mine, theirs = (_files(outcome.folder) for outcome in (one, self.whole))
-        assert mine == theirs, f"left behind: {mine - theirs}, missing: {theirs - mine}"
+        actual, expected = (_files(outcome.folder) for outcome in (run, self.whole))
+        assert actual == expected, f"left behind: {actual - expected}, missing: {expected - actual}"
         # One more where the last kill came before it was removed: a longer run would do that.
-        assert len(list((one.folder / "checkpoints").iterdir())) <= 2
+        assert len(list((run.folder / "checkpoints").iterdir())) <= 2
 
     def assert_nothing_is_left(self) -> None:
         """Of a start that has ended: no process, with it no socket, no shared memory, no file but
@@ -144,14 +146,14 @@ class Campaign:
         a file below it open.
         """
         mark = str(self.scratch).encode()
-        found = []
+        problems = []
         for process in set(psutil.pids()) - {os.getpid()}:
             folder = Path(f"/proc/{process}")
             with contextlib.suppress(OSError):
                 files = [os.readlink(file).encode() for file in (folder / "fd").iterdir()]
                 if mark in b"\0".join([(folder / "environ").read_bytes(), *files]):
-                    found.append(process)
-        return found
+                    problems.append(process)
+        return problems
 
     def _shared_memory(self) -> list[str]:
         """New files in /dev/shm that no running process has mapped, such as another test's;

@@ -32,9 +32,9 @@ WORDS = (
 ).split()
 
 
-def train(forks, data: Path, folder: Path, *words: object, observer=None):
+def train(forks, data: Path, folder: Path, *argv: object, observer=None):
     """A run in `folder`, of one process."""
-    command = (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, *words)
+    command = (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, *argv)
     return forks(*command, observer=observer)
 
 
@@ -143,24 +143,24 @@ def tell_and_lose(lose: Callable[[Path], None] | None, run) -> None:
 @pytest.mark.parametrize("lose", [shutil.rmtree, replace])
 def test_a_run_that_lost_its_folder_ends_and_leaves_others_alone(forks, data, tmp_path, lose):
     folder = tmp_path / "run"
-    words = (*WORDS, "--data", data, "--output_dir", tmp_path, "--name", "run")
+    argv = (*WORDS, "--data", data, "--output_dir", tmp_path, "--name", "run")
     observers = {
         rank: AfterStep(functools.partial(tell_and_lose, act))
         for rank, act in enumerate((lose, None))
     }
     ends = [
-        fork.end() for fork in forks.start_ranks(2, *words, observers=observers, before=end_at_once)
+        fork.end() for fork in forks.start_ranks(2, *argv, observers=observers, before=end_at_once)
     ]
     for end in ends:
         assert end.code == 2 and "done 6\n" in end.stdout and "done 9\n" not in end.stdout, end
-    said = ends[0].stderr.partition("cls.py: ")[2]  # before, a library may warn
-    assert said.startswith(f"{folder} {LOST}") and said.count("\n") == 1, ends[0].stderr
+    message = ends[0].stderr.partition("cls.py: ")[2]  # before, a library may warn
+    assert message.startswith(f"{folder} {LOST}") and message.count("\n") == 1, ends[0].stderr
     assert "Traceback" not in ends[0].stderr, ends[0].stderr
     if lose is not replace:
         assert not folder.exists()
         return
-    there = {path.name: path.read_text() for path in folder.iterdir()}
-    assert there == {
+    files_left = {path.name: path.read_text() for path in folder.iterdir()}
+    assert files_left == {
         ".lock": "process 1 on another machine",
         "status.json": '{"status": "running"}',
     }
@@ -207,9 +207,9 @@ def forged(run_several, data, whole, killed, tmp_path_factory) -> dict[str, Outc
         shutil.copytree(killed if is_run else whole / "best", folder / name)
         for file in files:
             (folder / name / file).write_bytes(forge(whole.with_name(f"executed by {name}")))
-        words = WORDS if is_run else ("--eval_only", folder / name, "--image_size", 16)
+        argv = WORDS if is_run else ("--eval_only", folder / name, "--image_size", 16)
         cases[name] = [
-            *words,
+            *argv,
             "--data",
             data,
             "--output_dir",

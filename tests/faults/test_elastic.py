@@ -50,8 +50,8 @@ def start(tmp_path) -> Callable[..., Started]:
     (tmp_path / "cls_paced.py").write_text(PACED)
 
     def on(node: Node, main: Node, *flags: object) -> Started:
-        words = (tmp_path / "cls_paced.py", *WORDS, "--output_dir", tmp_path, "--name", "run")
-        return node.start("2node_cpu", *words, flags=["--main_process_ip", main.address, *flags])
+        argv = (tmp_path / "cls_paced.py", *WORDS, "--output_dir", tmp_path, "--name", "run")
+        return node.start("2node_cpu", *argv, flags=["--main_process_ip", main.address, *flags])
 
     return on
 
@@ -116,29 +116,33 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, s
         )
         resumed = re.findall(r"resuming from step (\d+) of", done.stdout)
         assert stopped and set(stopped) <= set(resumed), (cause, done.stdout)
-    asked = f"{first.name}: continuing without {second.name} ({second.address}): asked to stop"
-    assert said_once(asked, done), done.stderr
+    line = f"{first.name}: continuing without {second.name} ({second.address}): asked to stop"
+    assert said_once(line, done), done.stderr
     assert_undisturbed(forks, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.parametrize("asked", ["both", "first", "process of the first", "second, all needed"])
-def test_all_machines_stop_where_none_can_go_on(nodes, start, tmp_path, asked):
+@pytest.mark.parametrize("signals", ["both", "first", "process of the first", "second, all needed"])
+def test_all_machines_stop_where_none_can_go_on(nodes, start, tmp_path, signals):
     """All are asked, or the one with the address is, or none can be spared: a checkpoint, and one
     line of each launcher.
     """
     first, second = nodes(2)
-    flags = () if "needed" in asked else ELASTIC
+    flags = () if "needed" in signals else ELASTIC
     run = both_train(tmp_path, [start(node, first, *flags) for node in (first, second)])
-    one, two = map(launcher, run.started)
-    asked_of = {"both": [one, two], "first": [one], "process of the first": one.children()}.get(
-        asked, [two]
-    )
+    first_launcher, second_launcher = map(launcher, run.started)
+    asked_of = {
+        "both": [first_launcher, second_launcher],
+        "first": [first_launcher],
+        "process of the first": first_launcher.children(),
+    }.get(signals, [second_launcher])
     for process in asked_of:
         process.terminate()
     done = [each.finish() for each in run.started]
-    for machine, process, each in zip((first, second), (one, two), done, strict=True):
+    for machine, process, each in zip(
+        (first, second), (first_launcher, second_launcher), done, strict=True
+    ):
         by = " by SIGTERM" * (process in asked_of)
         assert each.returncode == 75, each
         assert said_once(f"{machine.name}: asked to stop{by}: {ALL_STOP}", each), each.stderr
@@ -165,8 +169,8 @@ def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, start, tm
     second.unplug()
     left, cut = (each.finish(timeout=200) for each in run.started)
     assert time.monotonic() - began < 150
-    said = f"{first.name}: nothing is heard of {second.name} ({second.address}) any more"
-    assert said in left.stderr and left.returncode == 1
+    line = f"{first.name}: nothing is heard of {second.name} ({second.address}) any more"
+    assert line in left.stderr and left.returncode == 1
     assert (
         f"{second.name}: the main machine at {first.address}:29500 is gone" in cut.stderr
         and cut.returncode == 1
@@ -186,11 +190,11 @@ def test_loss_of_the_main_machine_ends_all_and_loses_nothing(nodes, forks, start
     first.kill()
     left = run.started[1].finish()
     assert time.monotonic() - began < 60 and left.returncode == 1
-    said = (
+    line = (
         f"{second.name}: the main machine at {first.address}:29500 is gone, or has ended, see "
         "what it said: start the"
     )
-    assert left.stderr.splitlines()[-1].startswith(said), left.stderr
+    assert left.stderr.splitlines()[-1].startswith(line), left.stderr
     done = start(second, second, *ELASTIC).finish()
     assert done.returncode == 0, done.stderr
     assert "resuming from step 20 of" in done.stdout

@@ -71,7 +71,7 @@ def undisturbed(forks, tmp_path_factory) -> Outcome:
 
 def test_the_largest_micro_batch_that_fits_is_found_by_a_trial(forks, stripes, tmp_path):
     """With a real limit on this process's memory; then one that is too small for a single sample."""
-    words = [
+    argv = [
         *WORDS,
         "--data",
         stripes,
@@ -82,22 +82,22 @@ def test_the_largest_micro_batch_that_fits_is_found_by_a_trial(forks, stripes, t
         "--max_steps",
         2,
     ]
-    whole = forks(*words, "--name", "whole")
+    whole = forks(*argv, "--name", "whole")
     assert whole.code == 0 and "32 = 1 process x 1 micro-step x 32 samples" in whole.stdout
-    said = ""
+    log = ""
     for _ in range(5):  # the trial before the first step may need a little less than the step
-        less = forks(*words, "--name", "less", before=functools.partial(allow, 300))
-        said += less.stdout
+        less = forks(*argv, "--name", "less", before=functools.partial(allow, 300))
+        log += less.stdout
         if less.code != 99:
             break
     assert less.code == 0, less.stderr
-    assert "do not fit into memory: 32 = 1 process x " in said and "x 1 micro-step " not in said
-    one, other = (Outcome(folder=tmp_path / name) for name in ("whole", "less"))
-    np.testing.assert_allclose(other.column("train/loss"), one.column("train/loss"), rtol=1e-8)
-    np.testing.assert_allclose(other.column("eval/loss"), one.column("eval/loss"), rtol=1e-8)
+    assert "do not fit into memory: 32 = 1 process x " in log and "x 1 micro-step " not in log
+    one, limited = (Outcome(folder=tmp_path / name) for name in ("whole", "less"))
+    np.testing.assert_allclose(limited.column("train/loss"), one.column("train/loss"), rtol=1e-8)
+    np.testing.assert_allclose(limited.column("eval/loss"), one.column("eval/loss"), rtol=1e-8)
 
     none = forks(
-        *words, "--image_size", 1024, "--name", "none", before=functools.partial(allow, 300)
+        *argv, "--image_size", 1024, "--name", "none", before=functools.partial(allow, 300)
     )
     assert (
         none.code == 2
@@ -112,10 +112,10 @@ def test_a_run_out_of_memory_continues_with_half_the_micro_batch(
 ):
     """One process starts itself anew, several are started anew by their launcher; each step is there once."""
     script = copy(tmp_path / "cls_full.py", FULL)
-    words = (*WORDS, "--output_dir", tmp_path, "--name", "run")
-    words += ("--workers", 1) * (processes > 1)  # of two processes on two cores none would have any
+    argv = (*WORDS, "--output_dir", tmp_path, "--name", "run")
+    argv += ("--workers", 1) * (processes > 1)  # of two processes on two cores none would have any
     config, flags = ("cpu", ()) if processes == 1 else ("multi_cpu", ("--max_restarts", 3))
-    done = launch(config, script, *words, flags=flags)
+    done = launch(config, script, *argv, flags=flags)
     assert done.returncode == 0, done.stderr
     run = Outcome(folder=tmp_path / "run")
     assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))

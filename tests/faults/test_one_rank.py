@@ -64,9 +64,9 @@ HANGING = {
 def hung(forks, tmp_path_factory) -> dict[str, tuple[list[Fork], list[Ended], Path]]:
     """Runs of which one process hangs, at the same time: its main process is stopped, or its data worker."""
     folder = tmp_path_factory.mktemp("hung")
-    words = (*WORDS, "--collective_timeout", PATIENCE, "--output_dir", folder)
+    argv = (*WORDS, "--collective_timeout", PATIENCE, "--output_dir", folder)
     runs = {
-        name: forks.start_ranks(count, *words, "--name", name)
+        name: forks.start_ranks(count, *argv, "--name", name)
         for name, (count, _) in HANGING.items()
     }
     workers = []
@@ -92,24 +92,24 @@ def test_a_process_that_hangs_is_named_and_all_end(hung, name):
     if "stopped" in name:
         codes[guilty] = -signal.SIGKILL
     assert [each.code for each in ended] == codes, ended
-    said = "".join(each.stderr for each in ended)
+    stderr = "".join(each.stderr for each in ended)
     who = f"cls.py: rank {guilty} (process {ranks[guilty].process.pid} on {os.uname().nodename})"
-    assert said.count("cls.py: ") == said.count(who) == 1, said
+    assert stderr.count("cls.py: ") == stderr.count(who) == 1, stderr
     if "stopped" in name:
         assert (
-            "gives no sign of life, it is stopped or its machine hangs; its last was step" in said
+            "gives no sign of life, it is stopped or its machine hangs; its last was step" in stderr
         )
-        assert int(re.search(r"stands? at step (\d+)", said)[1]) >= 4
+        assert int(re.search(r"stands? at step (\d+)", stderr)[1]) >= 4
     else:
         assert re.search(
-            r"keeps the others waiting: step \d+, waiting for data\n.* is at\n", said
-        ), said
-    assert f"No progress for {PATIENCE} s (--collective_timeout): all processes end" in said
-    found = status(folder)
+            r"keeps the others waiting: step \d+, waiting for data\n.* is at\n", stderr
+        ), stderr
+    assert f"No progress for {PATIENCE} s (--collective_timeout): all processes end" in stderr
+    recorded = status(folder)
     assert (
-        found["status"] == "failed"
-        and found["cause"] in said
-        and f"rank {guilty}" in found["cause"]
+        recorded["status"] == "failed"
+        and recorded["cause"] in stderr
+        and f"rank {guilty}" in recorded["cause"]
     )
 
 
@@ -169,16 +169,19 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failure_of_one_rank_ends_all_and_is_the_cause(forks, tmp_path, fault):
     """None of them waits for its time to run out."""
-    observer, words, said, cause = FAULTS[fault]
-    words = (*WORDS, "--output_dir", tmp_path, "--name", "run", *words)
-    first, second = ended = ends(forks.start_ranks(2, *words, observers={1: observer}), 60)
-    is_refused = said.startswith("cls.py: ")
+    observer, argv, message, cause = FAULTS[fault]
+    argv = (*WORDS, "--output_dir", tmp_path, "--name", "run", *argv)
+    first, second = ended = ends(forks.start_ranks(2, *argv, observers={1: observer}), 60)
+    is_refused = message.startswith("cls.py: ")
     assert first.code == second.code == (2 if is_refused else 1)
-    assert said in (first.stderr if is_refused else second.stderr), ended
-    found = status(tmp_path / "run")
-    assert found["status"] == "failed" and found["cause"].startswith(cause), (found, first.stderr)
+    assert message in (first.stderr if is_refused else second.stderr), ended
+    recorded = status(tmp_path / "run")
+    assert recorded["status"] == "failed" and recorded["cause"].startswith(cause), (
+        recorded,
+        first.stderr,
+    )
     if is_refused:
-        assert said not in second.stderr, "a refusal is printed once per machine"
+        assert message not in second.stderr, "a refusal is printed once per machine"
         assert (
             max(path.name for path in (tmp_path / "run/checkpoints").glob("step_*"))
             < "step_00000003"
@@ -192,7 +195,7 @@ def test_a_failure_of_one_rank_ends_all_and_is_the_cause(forks, tmp_path, fault)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_takes_its_workers_and_peers_along(forks, tmp_path, victim):
     """As its workers wait to hand over the next batches."""
-    words = (
+    argv = (
         *WORDS,
         "--model",
         "test_vit",
@@ -203,7 +206,7 @@ def test_a_killed_process_takes_its_workers_and_peers_along(forks, tmp_path, vic
         "--mixup",
         0.2,
     )
-    words += (
+    argv += (
         "--global_batch_size",
         32,
         "--image_size",
@@ -215,17 +218,19 @@ def test_a_killed_process_takes_its_workers_and_peers_along(forks, tmp_path, vic
         "--name",
         "run",
     )
-    ranks = forks.start_ranks(2, *words)
+    ranks = forks.start_ranks(2, *argv)
     until_step(tmp_path / "run", 6, ranks)
     family = [psutil.Process(each.process.pid) for each in ranks]
     family += [worker for each in family for worker in each.children()]
     assert len(family) == 6
     ranks[victim].process.kill()
-    other = ranks[1 - victim].end(GONE_S)
+    survivor = ranks[1 - victim].end(GONE_S)
     assert_gone(family)
-    assert (other.code == 1 and "lost another process" in other.stderr) or victim == 0, other.stderr
-    found = status(tmp_path / "run")
-    assert (found["status"], found["cause"]) == ("resumable", "the loss of another process")
+    assert (survivor.code == 1 and "lost another process" in survivor.stderr) or victim == 0, (
+        survivor.stderr
+    )
+    recorded = status(tmp_path / "run")
+    assert (recorded["status"], recorded["cause"]) == ("resumable", "the loss of another process")
 
 
 OTHER_DATA = """The second rank reads another folder, as where machines have copies of their own.
@@ -239,12 +244,12 @@ def test_a_process_that_sees_other_data_is_refused_by_name(forks, tmp_path):
     recipe = copy(tmp_path / "cls.py", OTHER_DATA)
     for number, data in enumerate(("data", "data_of_another_time")):
         draw_stripes(tmp_path / data, (8, 7 + number))
-    words = (*WORDS, "--output_dir", tmp_path / "runs", "--data", tmp_path / "data")
-    ended = ends(forks.start_ranks(2, *words, recipe=recipe), 60)
+    argv = (*WORDS, "--output_dir", tmp_path / "runs", "--data", tmp_path / "data")
+    ended = ends(forks.start_ranks(2, *argv, recipe=recipe), 60)
     assert [each.code for each in ended] == [2, 2]
-    [said] = [each.stderr for each in ended if "cls.py: " in each.stderr]  # once per machine
+    [message] = [each.stderr for each in ended if "cls.py: " in each.stderr]  # once per machine
     assert (
-        "cls.py: data differs between ranks: " in said
-        and f"on rank 1 ({os.uname().nodename})" in said
+        "cls.py: data differs between ranks: " in message
+        and f"on rank 1 ({os.uname().nodename})" in message
     )
     assert not list((tmp_path / "runs").iterdir())

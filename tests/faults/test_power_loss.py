@@ -113,12 +113,12 @@ def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
             if photograph.get("writes") == disk.writes():
                 return
             count += 1
-            made = 0  # the step of the newest checkpoint that the run has said is there
+            saved_step = 0  # the step of the newest checkpoint that the run has said is there
             with contextlib.suppress(OSError, ValueError):
-                made = read(disk.folder / "run/status.json")["step"]
+                saved_step = read(disk.folder / "run/status.json")["step"]
             photograph["writes"] = disk.photograph(album / f"{count:04d}.image")
             (album / f"{count:04d}.json").write_text(
-                json.dumps({"before": operation, "made": made})
+                json.dumps({"before": operation, "made": saved_step})
             )
         finally:
             turn.release()
@@ -127,34 +127,34 @@ def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
     sys.addaudithook(hook)
 
 
-def assert_promises(said: dict, found: Path) -> int:
+def assert_promises(recorded: dict, run_folder: Path) -> int:
     """No file is torn, and every file that was reported as saved exists. Returns the step that the
     next start resumes from.
     """
     for name in TEXTS:
-        if (found / name).exists():
-            content = yaml.safe_load((found / name).read_text())
+        if (run_folder / name).exists():
+            content = yaml.safe_load((run_folder / name).read_text())
             assert content and isinstance(content, dict), f"{name} is empty"
-    for picture in found.glob("pictures/*.png"):
+    for picture in run_folder.glob("pictures/*.png"):
         Image.open(picture).load()
-    if (found / "best").exists():
-        assert load_file(found / "best/model.safetensors")
-        assert read(found / "best/config.json")
-        assert read(found / "best/results.json")
-    checkpoints = [verify(path) for path in Checkpoints(found / "checkpoints").list_paths()]
+    if (run_folder / "best").exists():
+        assert load_file(run_folder / "best/model.safetensors")
+        assert read(run_folder / "best/config.json")
+        assert read(run_folder / "best/results.json")
+    checkpoints = [verify(path) for path in Checkpoints(run_folder / "checkpoints").list_paths()]
     newest = checkpoints[0].step if checkpoints else 0
-    assert newest >= said["made"], "a checkpoint is gone that was said to be there"
-    if (found / "summary.json").exists():
-        assert read(found / "summary.json")["step"] <= newest
+    assert newest >= recorded["made"], "a checkpoint is gone that was said to be there"
+    if (run_folder / "summary.json").exists():
+        assert read(run_folder / "summary.json")["step"] <= newest
     if not checkpoints:
         return 0
     steps = [
         json.loads(row)["step"]
-        for row in (found / "metrics.jsonl").read_bytes().splitlines()
+        for row in (run_folder / "metrics.jsonl").read_bytes().splitlines()
         if row[-1:] == b"}"
     ]
     assert steps[:newest] == list(range(1, newest + 1))
-    assert has_best(found, checkpoints[0].record), (
+    assert has_best(run_folder, checkpoints[0].record), (
         "the model that the newest checkpoint says is the best is nowhere"
     )
     return newest
@@ -195,17 +195,17 @@ def test_a_power_loss_before_any_file_operation_loses_nothing(
     # Of the run folder that the next start finds after each power loss: what it resumes from.
     steps = {}
     for image in sorted(album.glob("*.image")):
-        said = read(image.with_suffix(".json"))
-        found = tmp_path / image.stem / "run"
-        found.parent.mkdir()
+        recorded = read(image.with_suffix(".json"))
+        run_folder = tmp_path / image.stem / "run"
+        run_folder.parent.mkdir()
         with after_power_loss(image) as folder:
             if (folder / "run").exists():
-                shutil.copytree(folder / "run", found)
+                shutil.copytree(folder / "run", run_folder)
         image.unlink()
         try:
-            steps[found] = assert_promises(said, found)
+            steps[run_folder] = assert_promises(recorded, run_folder)
         except Exception as error:
-            error.add_note(f"at a power loss before {said['before']}, in {found}")
+            error.add_note(f"at a power loss before {recorded['before']}, in {run_folder}")
             raise
     developed = list(steps)
     assert {0, 2, 4, STEPS} <= set(steps.values()) and len(developed) > 30, steps
@@ -214,10 +214,10 @@ def test_a_power_loss_before_any_file_operation_loses_nothing(
     assert status["status"] == "finished" and {
         path.name for path in developed[-1].glob("pictures/*")
     } >= {"curves.png"}
-    for found in random.Random(7).sample(developed, min(restarts, len(developed))):
-        assert "damaged" not in train(forks, data, found, recipe=improving)
-        assert_same_run(found, whole, STEPS)
-        left = {path.name for path in found.rglob(".*")} - {".lock"}
+    for run_folder in random.Random(7).sample(developed, min(restarts, len(developed))):
+        assert "damaged" not in train(forks, data, run_folder, recipe=improving)
+        assert_same_run(run_folder, whole, STEPS)
+        left = {path.name for path in run_folder.rglob(".*")} - {".lock"}
         assert not left, f"left behind: {left}"
 
 
@@ -232,7 +232,7 @@ def test_all_ranks_know_that_the_best_model_is_lost(forks, data, tmp_path):
     record["ledger"]["last"] |= {"step": 3}
     (folder / "checkpoints/step_00000004/record.json").write_text(json.dumps(record))
     seal(folder / "checkpoints/step_00000004")
-    said = train(forks, data, folder, 2)
-    assert "is lost; best/ will be the best of the evaluations from now on" in said
+    run = train(forks, data, folder, 2)
+    assert "is lost; best/ will be the best of the evaluations from now on" in run
     assert read(folder / "summary.json")["best"]["step"] in (5, 6)
     assert load_file(folder / "best/model.safetensors")

@@ -45,9 +45,9 @@ print("\\n".join(keys))
 def test_a_run_on_one_machine_listens_on_its_loopback_alone(nodes, tmp_path):
     """All of its processes: launcher, ranks, data workers, the tracker's service."""
     first, stranger = nodes(2)
-    words = (*WORDS, "--output_dir", tmp_path, "--name", "run")
+    argv = (*WORDS, "--output_dir", tmp_path, "--name", "run")
     run = Watched(
-        tmp_path / "run", [first.start("multi_cpu", "recipes/cls.py", *words, env=OFFLINE)]
+        tmp_path / "run", [first.start("multi_cpu", "recipes/cls.py", *argv, env=OFFLINE)]
     )
     run.until(lambda: run.step() >= 4, "it trains")
     listening = first.listeners()
@@ -72,10 +72,10 @@ def forge(stranger: Node, address: str, port: int | str, marker) -> list[str]:
 def test_machines_execute_nothing_that_a_stranger_writes(nodes, tmp_path):
     """In the ranks' store the run writes over it; in the launchers' store it ends the run."""
     first, second, stranger = nodes(3)
-    words = (*WORDS, "--output_dir", tmp_path, "--name", "run")
+    argv = (*WORDS, "--output_dir", tmp_path, "--name", "run")
     flags = ["--main_process_ip", first.address]
     started = [
-        node.start("2node_cpu", "recipes/cls.py", *words, flags=flags, env=OFFLINE)
+        node.start("2node_cpu", "recipes/cls.py", *argv, flags=flags, env=OFFLINE)
         for node in (first, second)
     ]
     run = Watched(tmp_path / "run", started)
@@ -96,9 +96,9 @@ def test_machines_execute_nothing_that_a_stranger_writes(nodes, tmp_path):
     # Of the launcher that sees it first, and of the other.
     ends = {"is not from a launcher of this run": 1, "asked to stop: the run stops": 75}
     for node, each in zip((first, second), done, strict=True):
-        said = [line for line in each.stderr.splitlines() if line.startswith(f"{node.name}: ")]
-        assert len(said) == 1 and "Traceback" not in each.stderr, each.stderr
-        assert [code for text, code in ends.items() if text in said[0]] == [each.returncode], (
+        lines = [line for line in each.stderr.splitlines() if line.startswith(f"{node.name}: ")]
+        assert len(lines) == 1 and "Traceback" not in each.stderr, each.stderr
+        assert [code for text, code in ends.items() if text in lines[0]] == [each.returncode], (
             each.stderr
         )
     assert any("is not from a launcher of this run" in each.stderr for each in done)

@@ -72,7 +72,7 @@ def run(forks, data):
     """`run(folder, tracker, environment, kill=False)` -> what it said."""
 
     def train(folder: Path, tracker: str = "wandb", environment=None, kill: bool = False) -> str:
-        words = (
+        argv = (
             *WORDS,
             "--data",
             data,
@@ -83,7 +83,7 @@ def run(forks, data):
             "--tracker",
             tracker,
         )
-        ended = forks(*words, observer=LateDashboard(environment or {}, kill))
+        ended = forks(*argv, observer=LateDashboard(environment or {}, kill))
         assert ended.code == 0, ended
         return ended.stdout
 
@@ -121,9 +121,9 @@ def test_no_fault_of_wandb_changes_a_loss_or_holds_up_the_start(run, whole, tmp_
     ):
         if fault == "a read-only folder":
             mount("mount", "-o", "remount,ro", folder / "wandb")
-        said = run(folder, environment=environment, kill=fault == "a dead service")
+        stderr = run(folder, environment=environment, kill=fault == "a dead service")
         assert_same_run(folder, whole)
-    assert said.count(FAULTS[fault] or "wandb failed") == bool(FAULTS[fault]), said
+    assert stderr.count(FAULTS[fault] or "wandb failed") == bool(FAULTS[fault]), stderr
 
 
 @pytest.mark.parametrize("forged", ["pickle", "path"])
@@ -136,7 +136,7 @@ def test_what_a_stranger_put_into_its_files_executes_nothing(run, whole, tmp_pat
     (folder / "tracker.json").write_bytes(state)
     (folder / "wandb/settings").write_bytes(b"[default]\nmode = !!python/object/apply:os.mkdir\n")
     (folder / "wandb/wandb-resume.json").write_bytes(payload)
-    said = run(folder)
+    stderr = run(folder)
     assert_same_run(folder, whole)
-    assert said.count("wandb failed") <= 1, said
+    assert stderr.count("wandb failed") <= 1, stderr
     assert not marker.exists() and not (tmp_path.parent / marker.name).exists()

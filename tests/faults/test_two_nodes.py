@@ -34,7 +34,7 @@ START_S = 45  # what starting takes on a busy machine
 
 def start(
     nodes: Sequence[Node],
-    *words: object,
+    *argv: object,
     flags: Sequence[object] = (),
     lines: Sequence[Sequence] = ((), ()),
     recipe: str | Path = "recipes/cls.py",
@@ -43,7 +43,7 @@ def start(
     """The command of the README on each machine; `lines` are the words that only one of them is given."""
     flags = ["--main_process_ip", nodes[0].address, *flags]
     return [
-        node.start("2node_cpu", recipe, *small(words), *line, flags=flags, env=env)
+        node.start("2node_cpu", recipe, *small(argv), *line, flags=flags, env=env)
         for node, line in zip(nodes, lines, strict=True)
     ]
 
@@ -61,12 +61,12 @@ def test_machines_whose_clocks_differ_start_together(nodes, tmp_path):
     script = tmp_path / "world.py"
     script.write_text("import os, sys; open(sys.argv[1], 'a').write(os.environ['WORLD_SIZE'])")
 
-    def start_at(port: int, seconds: int, *words: object) -> list[Started]:
+    def start_at(port: int, seconds: int, *argv: object) -> list[Started]:
         flags = ["--main_process_ip", first.address, "--main_process_port", port]
         env = {"LD_PRELOAD": library, "FAKETIME": f"{seconds:+}"}
         return [
-            first.start("2node_cpu", *words, flags=flags),
-            second.start("2node_cpu", *words, flags=flags, env=env),
+            first.start("2node_cpu", *argv, flags=flags),
+            second.start("2node_cpu", *argv, flags=flags, env=env),
         ]
 
     seconds = (-90, 3600)
@@ -121,10 +121,10 @@ def test_a_machine_that_does_not_come_in_time_is_named(nodes):
             f"join_timeout={JOIN_S}",
         ]
         started.append(node.start("2node_cpu", "recipes/cls.py", flags=flags))
-    for (case, (node, _, said)), done in zip(cases.items(), finish(started), strict=True):
+    for (case, (node, _, message)), done in zip(cases.items(), finish(started), strict=True):
         lines = done.stderr.splitlines()
         assert done.returncode == 1 and "Traceback" not in done.stderr, (case, done.stderr)
-        assert lines[-1].startswith(f"{node.name}: {said}"), (case, done.stderr)
+        assert lines[-1].startswith(f"{node.name}: {message}"), (case, done.stderr)
         assert sum(f"up to {JOIN_S} s" in line for line in lines) == 1, (
             case,
             "it is also said early",
@@ -139,23 +139,23 @@ def test_machines_that_differ_are_refused_with_what_differs(nodes, tmp_path):
     code = ROOT / "common/data/batch_plan.py"
     package = Path(distribution("timm").locate_file("timm")).parent
     package = next(package.glob("timm-*.dist-info")) / "METADATA"
-    own = {code: tmp_path / "plan.py", package: tmp_path / "METADATA"}
-    own[code].write_text(code.read_text() + "# mine\n")
-    own[package].write_text(
+    changed_files = {code: tmp_path / "plan.py", package: tmp_path / "METADATA"}
+    changed_files[code].write_text(code.read_text() + "# mine\n")
+    changed_files[package].write_text(
         package.read_text().replace(f"Version: {distribution('timm').version}", "Version: 0.1")
     )
-    first, second = nodes(2, own={1: own})
-    words = [*WORDS, "--output_dir", tmp_path / "runs"]
+    first, second = nodes(2, own={1: changed_files})
+    argv = [*WORDS, "--output_dir", tmp_path / "runs"]
     began = time.monotonic()
-    done = finish(start((first, second), *words, lines=(["--lr", 0.1], ["--lr", 0.2])))
-    said = f"rank 1 on {second.name} is not as rank 0 on {first.name}: --lr 0.2 instead of 0.1, "
-    said += (
+    done = finish(start((first, second), *argv, lines=(["--lr", 0.1], ["--lr", 0.2])))
+    message = f"rank 1 on {second.name} is not as rank 0 on {first.name}: --lr 0.2 instead of 0.1, "
+    message += (
         "common/data/batch_plan.py is another file, timm 0.1 instead of "
         f"{distribution('timm').version}"
     )
     for each in done:
         # And nothing else: no traceback of a launcher, no warning of an address that has no name.
-        assert each.returncode == 2 and each.stderr == f"cls.py: {said}\n", each
+        assert each.returncode == 2 and each.stderr == f"cls.py: {message}\n", each
     assert not (tmp_path / "runs").exists()
     assert time.monotonic() - began < START_S
 
@@ -168,11 +168,11 @@ def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp
     runs = tmp_path / "runs"
     empty = tmp_path / "empty"
     empty.mkdir()
-    words = (*WORDS, "--output_dir", runs, "--name", "run")
-    assert forks(*words, "--max_steps", 6).code == 0
+    argv = (*WORDS, "--output_dir", runs, "--name", "run")
+    assert forks(*argv, "--max_steps", 6).code == 0
     first, second = nodes(2, own={1: {runs: empty}})
     (recipe := tmp_path / "cls_late.py").write_text(LATE)
-    done = finish(start((first, second), *words, recipe=recipe, env={"LATE_RANK": "0"}))
+    done = finish(start((first, second), *argv, recipe=recipe, env={"LATE_RANK": "0"}))
     path = runs / "run" / "checkpoints" / "step_00000006"
     for each in done:
         assert each.returncode == 2, each.stderr
@@ -186,10 +186,10 @@ def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp
     )
     assert not list(empty.iterdir())
     shutil.rmtree(runs / "run")  # and the other way round, where processes may be restarted
-    again = start(
-        (first, second), *words, recipe=recipe, flags=["--max_restarts", 2], env={"LATE_RANK": "1"}
+    restarted = start(
+        (first, second), *argv, recipe=recipe, flags=["--max_restarts", 2], env={"LATE_RANK": "1"}
     )
-    done = finish(again)
+    done = finish(restarted)
     for each in done:
         assert each.returncode == 2, each.stderr
         assert each.stderr.count("is not seen from node1") == 1, "a refused run is not tried again"

@@ -88,13 +88,13 @@ def _compile(headers: Path, folder: Path, nvrtc: str) -> None:
         SITE / "torch/lib" / name
         for name in ("libtorch_python.so", "libtorch_cpu.so", "libcaffe2_nvrtc.so")
     ]
-    asked = set()
+    symbols = set()
     for library in libraries:
-        found = subprocess.run(
+        listing = subprocess.run(
             ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
         )
-        asked |= {line.split()[-1].split("@")[0] for line in found.stdout.splitlines()}
-    names = [name for name in sorted(asked) if ASKED.match(name) and not REAL.search(name)]
+        symbols |= {line.split()[-1].split("@")[0] for line in listing.stdout.splitlines()}
+    names = [name for name in sorted(symbols) if ASKED.match(name) and not REAL.search(name)]
     (folder / "stubs.c").write_text(STUBS + "".join(map(_stub, names)))
     flags = ["-O3", "-w", "-shared", "-fPIC", f"-I{HERE}", f"-I{headers}"]
     sources = [*(HERE / name for name in SOURCES), folder / "stubs.c"]
@@ -114,8 +114,8 @@ def _compile(headers: Path, folder: Path, nvrtc: str) -> None:
     (folder / "built").touch()
 
 
-def _gcc(*words: object) -> None:
-    done = subprocess.run(["gcc", *words], capture_output=True, text=True)
+def _gcc(*argv: object) -> None:
+    done = subprocess.run(["gcc", *argv], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the pretended runtime does not compile:\n{done.stderr}")
 

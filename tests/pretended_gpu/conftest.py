@@ -29,15 +29,15 @@ class Gpus:
         return min(devices, self.real or devices)
 
     def start(
-        self, config: str, script: str | Path, *words: object, devices: int = 1, flags=(), env=None
+        self, config: str, script: str | Path, *argv: object, devices: int = 1, flags=(), env=None
     ) -> Started:
         """Starts `script` with `accelerate launch` on a machine with so many GPUs, a process on each."""
         if self.real:  # a file counts those that are pretended
             flags = [*flags, "--num_processes", devices]
         if not self.real:
-            script, words = ROOT / "tests/pretended_gpu/run.py", (script, *words)
+            script, argv = ROOT / "tests/pretended_gpu/run.py", (script, *argv)
         env = self.environment | self._variables(devices, 16) | (env or {})
-        return self.launch.start(config, script, *words, flags=flags, env=env)
+        return self.launch.start(config, script, *argv, flags=flags, env=env)
 
     def run_main(
         self,
@@ -70,9 +70,11 @@ class Gpus:
         if not self.real:
             return {"PRETENDED_GPUS": str(devices), "PRETENDED_GIB": str(gib)}
         # Of a real GPU, only a part may be taken.
-        least = float(str(gib).split(",")[-1])
-        share = min(1.0, least * 2**30 / torch.cuda.get_device_properties(0).total_memory)
-        return {"PYTORCH_ALLOC_CONF": f"per_process_memory_fraction:{share}"} if least < 16 else {}
+        min_gib = float(str(gib).split(",")[-1])
+        share = min(1.0, min_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+        return (
+            {"PYTORCH_ALLOC_CONF": f"per_process_memory_fraction:{share}"} if min_gib < 16 else {}
+        )
 
 
 @pytest.fixture(scope="session")

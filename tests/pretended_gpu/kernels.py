@@ -138,14 +138,14 @@ class Kernels(TorchDispatchMode):
         fill(func, results, compute(func, args, kwargs, seed))
         return results
 
-    def without_masks(self, x, indices, *rest):
+    def without_masks(self, x, indices, *more_args):
         """Replaces masks among indices by their positions. As on CUDA, the host waits until their
         number is known.
         """
-        if rest and not any(rest[1:]) and sum(map(is_tensor, indices)) == 1:
-            value = rest[0]
+        if more_args and not any(more_args[1:]) and sum(map(is_tensor, indices)) == 1:
+            value = more_args[0]
             if value.numel() == 1 and not value.is_cuda:
-                return x, indices, *rest  # a fill under a mask needs no positions
+                return x, indices, *more_args  # a fill under a mask needs no positions
         result = []
         for index in indices:
             if is_cuda(index) and index.dtype in (torch.bool, torch.uint8):
@@ -153,21 +153,21 @@ class Kernels(TorchDispatchMode):
                 result += [sent(places, index.device) for places in host(index).nonzero().unbind(1)]
             else:
                 result.append(index)
-        return x, result, *rest
+        return x, result, *more_args
 
 
-def functional(name: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+def functional(name: str, x: torch.Tensor, *more_args: Any) -> torch.Tensor:
     """A collective of DTensors, by the one of c10d that NCCL's stand-in knows."""
     if name in ("wait_tensor", "_wrap_tensor_autograd"):
         return x
     group = (
-        rest[-1]
-        if isinstance(rest[-1], dist.ProcessGroup)
-        else dist.distributed_c10d._resolve_process_group(rest[-1])
+        more_args[-1]
+        if isinstance(more_args[-1], dist.ProcessGroup)
+        else dist.distributed_c10d._resolve_process_group(more_args[-1])
     )
     if name == "all_reduce":
         result = x.clone()
-        operator = getattr(dist.ReduceOp, rest[0].upper())
+        operator = getattr(dist.ReduceOp, more_args[0].upper())
         dist.all_reduce(result, operator, group=group)
     elif name == "all_gather_into_tensor":
         result = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
@@ -214,9 +214,9 @@ def drawn_from(args: tuple, kwargs: dict, device: torch.device) -> int:
     """Seed for an operator that draws random numbers, from the state of the device's generator
     before it draws.
     """
-    given = [x for x in tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
+    generators = [x for x in tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
     index = torch.cuda.current_device() if device.index is None else device.index
-    generator = given[0] if given else torch.cuda.default_generators[index]
+    generator = generators[0] if generators else torch.cuda.default_generators[index]
     return hash((generator.initial_seed(), generator.get_offset())) & 0x7FFFFFFFFFFFFFFF
 
 
@@ -304,8 +304,8 @@ def native_batch_norm(x, weight, bias, mean, variance, training, momentum, eps):
 
 
 @kernel
-def native_batch_norm_backward(gradient, x, *rest):
-    return aten.native_batch_norm_backward(widened(gradient), widened(x), *rest)
+def native_batch_norm_backward(gradient, x, *more_args):
+    return aten.native_batch_norm_backward(widened(gradient), widened(x), *more_args)
 
 
 @kernel
@@ -358,8 +358,13 @@ def batch_norm_backward_reduce(
     centred = widened(x) - per_channel(mean, x)
     total = gradient.sum(over_samples(x))
     slope = (gradient * centred).sum(over_samples(x))
-    own = slope * inverse_deviation if of_weight else None
-    return total if of_input else None, slope if of_input else None, own, total if of_bias else None
+    weight_gradient = slope * inverse_deviation if of_weight else None
+    return (
+        total if of_input else None,
+        slope if of_input else None,
+        weight_gradient,
+        total if of_bias else None,
+    )
 
 
 @kernel

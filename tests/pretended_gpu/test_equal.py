@@ -123,24 +123,24 @@ def runs(run_several, gpus, run_on_gpus, words, thorough) -> dict[str, dict[str,
     return results
 
 
-def apart(one: Tensors, other: Tensors) -> float:
+def apart(left: Tensors, right: Tensors) -> float:
     """Distance of two states, relative to their norm."""
-    assert one and one.keys() == other.keys()
+    assert left and left.keys() == right.keys()
     size, difference = (
         sum(part.double().square().sum() for part in parts)
         for parts in (
-            one.values(),
-            (tensor.double() - other[name].double() for name, tensor in one.items()),
+            left.values(),
+            (tensor.double() - right[name].double() for name, tensor in left.items()),
         )
     )
     return (difference / size).sqrt().item()
 
 
-def assert_equal(one: Outcome, other: Outcome, from_step: int = 0) -> None:
+def assert_equal(actual: Outcome, expected: Outcome, from_step: int = 0) -> None:
     """Losses, gradient norms, results and states agree exactly; after `from_step`, if `other` was
     resumed there.
     """
-    rows = [[row for row in run.rows if row["step"] > from_step] for run in (one, other)]
+    rows = [[row for row in run.rows if row["step"] > from_step] for run in (actual, expected)]
     compared = {
         key
         for row in rows[0]
@@ -152,9 +152,9 @@ def assert_equal(one: Outcome, other: Outcome, from_step: int = 0) -> None:
         # None: NaN.
         values = [np.array([row[key] for row in of_run if key in row], float) for of_run in rows]
         np.testing.assert_allclose(values[1], values[0], rtol=EXACT, atol=1e-14, err_msg=key)
-    for file in {path.stem for path in one.checkpoint.glob("*.safetensors")} - {"optimizer"}:
-        assert apart(one.tensors(file), other.tensors(file)) < EXACT, file
-    best = [load_file(run.folder / "best" / "model.safetensors") for run in (one, other)]
+    for file in {path.stem for path in actual.checkpoint.glob("*.safetensors")} - {"optimizer"}:
+        assert apart(actual.tensors(file), expected.tensors(file)) < EXACT, file
+    best = [load_file(run.folder / "best" / "model.safetensors") for run in (actual, expected)]
     assert apart(*best) < (EXACT if next(iter(best[0].values())).dtype == torch.float64 else 1e-6)
 
 
@@ -206,7 +206,7 @@ def test_a_detector_that_has_learnt_finds_the_same_on_gpus(
 ) -> None:
     """A trained detector, since after the few steps of the other tests all evaluation results are still 0."""
     preset = ["--config", "recipes/presets/det_digits.yaml", "--output_dir", tmp_path]
-    again = [
+    evaluated = [
         *preset,
         "--data",
         scenes,
@@ -215,17 +215,17 @@ def test_a_detector_that_has_learnt_finds_the_same_on_gpus(
         "--eval_only",
         tmp_path / "learnt" / "best",
     ]
-    cases = {"learnt": [*preset, "--max_steps", 150], "cpu": again}
+    cases = {"learnt": [*preset, "--max_steps", 150], "cpu": evaluated}
     options = {"recipe": "recipes/det.py", "timeout": 1200}
-    said = [
+    outcomes = [
         run_several(1, cases, **options)["cpu"],
-        run_on_gpus(gpus.at_most(2), {"gpus": again}, **options)["gpus"],
+        run_on_gpus(gpus.at_most(2), {"gpus": evaluated}, **options)["gpus"],
     ]
-    cpu, theirs = (json.loads(outcome.stdout.splitlines()[-1]) for outcome in said)
+    cpu, gpu = (json.loads(outcome.stdout.splitlines()[-1]) for outcome in outcomes)
     assert (
         cpu["count"] == 7
         and 0.2 < cpu["AP50"] < 1
-        and cpu == (pytest.approx(theirs) if IS_REAL else theirs)
+        and cpu == (pytest.approx(gpu) if IS_REAL else gpu)
     )
 
 

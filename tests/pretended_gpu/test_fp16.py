@@ -60,7 +60,7 @@ OVERFLOW_OF_A_SHARD = """\
 
 def command(case: str, folder: Path, overflow: str = OVERFLOW) -> list[object]:
     """The command line of a case, of a copy of its recipe in which gradients overflow."""
-    name, *words = f"{case} --output_dir RUNS {LENGTH}".replace(
+    name, *flags = f"{case} --output_dir RUNS {LENGTH}".replace(
         "RUNS", str(folder / "runs")
     ).split()
     recipe = "det" if name == "det" else "cls"
@@ -68,7 +68,7 @@ def command(case: str, folder: Path, overflow: str = OVERFLOW) -> list[object]:
     file = copy(folder / f"{name}_{len(overflow)}.py", *changes, overflow, recipe=recipe)
     return [
         file,
-        *words,
+        *flags,
         "--data",
         folder / recipe,
         "--global_batch_size",
@@ -119,13 +119,13 @@ def test_fused_sgd_trains_what_unfused_sgd_trains(runs):
 def test_a_resume_after_an_overflow_is_bit_equal(runs):
     """Weights, momentum, loss scale and its growth counter, rows."""
     whole = runs["fused"]
-    again = runs["resumed"]
-    assert len(again.rows) < len(whole.rows)
+    resumed = runs["resumed"]
+    assert len(resumed.rows) < len(whole.rows)
     for file in ("model", "optimizer"):
-        assert identical(whole.tensors(file), again.tensors(file))
+        assert identical(whole.tensors(file), resumed.tensors(file))
     numbers = [
         json.loads((run.checkpoint / "record.json").read_text())["numbers"]
-        for run in (whole, again)
+        for run in (whole, resumed)
     ]
     assert numbers[0] == numbers[1] and numbers[0]["scaler"]["_growth_tracker"] == 1
     for key in (
@@ -135,7 +135,9 @@ def test_a_resume_after_an_overflow_is_bit_equal(runs):
         "train/skipped_steps",
         "eval/loss",
     ):
-        assert whole.column(key).tolist()[-len(again.column(key)) :] == again.column(key).tolist()
+        assert (
+            whole.column(key).tolist()[-len(resumed.column(key)) :] == resumed.column(key).tolist()
+        )
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(runs):

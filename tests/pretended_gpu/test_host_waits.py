@@ -115,17 +115,17 @@ def counted_steps(main: Callable[[], None]) -> list[Counter[str]]:
     A step lasts from the end of one call of the optimizer to the end of the next. Names are a
     function of CUDA and a place.
     """
-    made = 0
+    num_steps = 0
     counted = []
     counting = False
 
     def end_step(*_) -> None:
-        nonlocal made, counting
-        made += 1
-        if made == FIRST + STEPS:
+        nonlocal num_steps, counting
+        num_steps += 1
+        if num_steps == FIRST + STEPS:
             counting = False
             raise _Enough
-        if made >= FIRST:
+        if num_steps >= FIRST:
             counted.append(Counter())
             counting = True
             torch.cuda.set_sync_debug_mode("warn" if IS_REAL else "default")
@@ -155,7 +155,7 @@ def counted_steps(main: Callable[[], None]) -> list[Counter[str]]:
         hook.remove()
         torch.cuda.set_sync_debug_mode("default")
     raise RuntimeError(
-        f"the run ended after {made} steps: too early to count the waits of {FIRST + STEPS}"
+        f"the run ended after {num_steps} steps: too early to count the waits of {FIRST + STEPS}"
     )
 
 
@@ -166,7 +166,7 @@ def _place() -> str:
     stack = traceback.extract_stack()
     frames = [frame for frame in stack if not os.path.abspath(frame.filename).startswith(_OTHERS)]
     names = [f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}" for frame in frames]
-    own = [
+    project_frames = [
         name
         for name, frame in zip(names, frames, strict=True)
         if "site-packages" not in frame.filename
@@ -177,7 +177,11 @@ def _place() -> str:
         for name in names
         if not name.startswith(("torch/", "_dynamo/", "cuda/", "site-packages/"))
     ]
-    places = [*own[-1:], *library[-1:]] if not node else [f"the backward pass of {node.name()}"]
+    places = (
+        [*project_frames[-1:], *library[-1:]]
+        if not node
+        else [f"the backward pass of {node.name()}"]
+    )
     return ", ".join(dict.fromkeys(places))
 
 
@@ -186,12 +190,12 @@ def main(cases: dict[str, tuple], folder: Path) -> None:
     into WAITS.<rank>.json.
     """
     results = {}
-    for name, (recipe, precision, words) in cases.items():
+    for name, (recipe, precision, flags) in cases.items():
         AcceleratorState._reset_state()  # it would keep the precision of the case before
         os.environ["ACCELERATE_MIXED_PRECISION"] = precision
         task = Path(recipe).stem
-        words = f"{_OF[task]} {words} --output_dir {folder} --name {name}"
-        sys.argv = [str(recipe), *small(words.split(), task)]
+        flags = f"{_OF[task]} {flags} --output_dir {folder} --name {name}"
+        sys.argv = [str(recipe), *small(flags.split(), task)]
         results[name] = counted_steps(load_recipe(Path(recipe)).main)
     (folder / f"WAITS.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(results))
     leave_process_group()
@@ -231,16 +235,16 @@ def check(steps, waits, hidden=None):
     assert steps
     for step in steps:
         found = Counter()
-        others = Counter()
+        other_waits = Counter()
         for name, often in step.items():
-            function, place = name.split(" ", 1)
+            function, line = name.split(" ", 1)
             if function == WAIT:
-                found[re.sub(r":\d+", "", place)] += often
+                found[re.sub(r":\d+", "", line)] += often
             # A copy that is waited for was counted as a wait.
-            elif function != "cudaMemcpyAsync" or f"{WAIT} {place}" not in step:
-                others[re.sub(r":\d+", "", name)] += often
+            elif function != "cudaMemcpyAsync" or f"{WAIT} {line}" not in step:
+                other_waits[re.sub(r":\d+", "", name)] += often
         assert found == waits, step
-        assert IS_REAL or others == REPORT | (hidden or {}), step
+        assert IS_REAL or other_waits == REPORT | (hidden or {}), step
 
 
 QUICK = ("groups", "faster_rcnn")
@@ -249,9 +253,9 @@ QUICK = ("groups", "faster_rcnn")
 @pytest.fixture(scope="module")
 def steps(count, thorough):
     """The steps of each run on one GPU."""
-    cases = {name: ("recipes/cls.py", precision, words) for name, (precision, words) in CLS.items()}
-    for name, (precision, words, _) in DET.items():
-        cases[name] = ("recipes/det.py", precision, f"--detector {name} {words}")
+    cases = {name: ("recipes/cls.py", precision, flags) for name, (precision, flags) in CLS.items()}
+    for name, (precision, flags, _) in DET.items():
+        cases[name] = ("recipes/det.py", precision, f"--detector {name} {flags}")
     return count({name: case for name, case in cases.items() if thorough or name in QUICK})
 
 
@@ -277,8 +281,8 @@ def test_on_two_gpus_only_a_wait_that_was_added_is_found(count, tmp_path):
 def test_a_head_that_is_cut_by_class_waits_for_nothing(count, tmp_path):
     """Although it knows only on the device which classes occur in a step."""
     change = CHANGES["hundreds-of-thousands-of-classes"].replace("share=1.0", "share=0.1")
-    words = "--model test_vit --clip 1 --ema_decay 0.9 --max_micro_batch_size 4"
-    steps = count({"head": (copy(tmp_path / "head" / "cls.py", change), "fp16", words)}, devices=2)[
+    flags = "--model test_vit --clip 1 --ema_decay 0.9 --max_micro_batch_size 4"
+    steps = count({"head": (copy(tmp_path / "head" / "cls.py", change), "fp16", flags)}, devices=2)[
         "head"
     ]
     check(steps, {}, {"cudaEventSynchronize head/cls.py, parallel/distributed.py": 8})

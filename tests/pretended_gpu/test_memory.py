@@ -34,7 +34,7 @@ def runs(run_on_gpus, tmp_path_factory) -> dict[str, Outcome]:
     """Runs on two GPUs, of which the second has little memory."""
     data = tmp_path_factory.mktemp("data")
     draw_stripes(data, (80, 30))
-    words = [
+    argv = [
         "--data",
         data,
         "--image_size",
@@ -46,12 +46,12 @@ def runs(run_on_gpus, tmp_path_factory) -> dict[str, Outcome]:
         2,
     ]
     cases = {
-        "global": [*words, "--batch_norm", "global", "--image_size", 128],
-        "local": [*words, "--ema_decay", 0.9, "--mixup", 0.2, "--random_erasing", 0.5],
+        "global": [*argv, "--batch_norm", "global", "--image_size", 128],
+        "local": [*argv, "--ema_decay", 0.9, "--mixup", 0.2, "--random_erasing", 0.5],
         # A frozen backbone keeps no activations, so that mixing and erasing take most of the
         # memory.
         "frozen": [
-            *words,
+            *argv,
             "--freeze_stages",
             "all",
             "--mixup",
@@ -91,8 +91,8 @@ def test_a_micro_batch_that_can_not_shrink_is_refused_on_both(runs) -> None:
 @pytest.mark.gpu
 @pytest.mark.long
 def test_a_detector_takes_the_memory_that_was_foreseen(run_on_gpus, scenes):
-    words = ["--data", scenes, "--global_batch_size", 8, "--max_micro_batch_size", 4, *WORDS]
-    cases = {"det": [*words, "--ema_decay", 0.9, "--max_steps", 2, "--clip", 1]}
+    argv = ["--data", scenes, "--global_batch_size", 8, "--max_micro_batch_size", 4, *WORDS]
+    cases = {"det": [*argv, "--ema_decay", 0.9, "--max_steps", 2, "--clip", 1]}
     assert_predicted(run_on_gpus(1, cases, recipe="recipes/det.py")["det"])
 
 
@@ -101,9 +101,9 @@ def test_memory_grows_in_segments_where_driver_and_nvml_can(gpus, tmp_path):
     subprocess.run(
         ["gcc", "-shared", "-x", "c", "/dev/null", "-o", tmp_path / "libnvidia-ml.so.1"], check=True
     )
-    for more, said in (
+    for more, message in (
         ({}, "{}"),
         ({"LD_LIBRARY_PATH": str(tmp_path)}, "{'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}"),
     ):
         done = gpus.launch.start_python("-c", SEGMENTS, env=gpus.environment | more).finish()
-        assert done.stdout == f"{said}\n", done
+        assert done.stdout == f"{message}\n", done

@@ -43,7 +43,7 @@ HANGING = """\
 def test_the_process_that_hangs_is_named(gpus, tmp_path, how):
     """The others wait for their devices, over NCCL. No group would give up before."""
     script = copy(tmp_path / "cls_hanging.py", HANGING)
-    words = (
+    argv = (
         "--tracker",
         "none",
         "--workers",
@@ -55,16 +55,16 @@ def test_the_process_that_hangs_is_named(gpus, tmp_path, how):
         "--max_steps",
         50,
     )
-    words = (*words, "--collective_timeout", PATIENCE, "--output_dir", tmp_path, "--name", "run")
+    argv = (*argv, "--collective_timeout", PATIENCE, "--output_dir", tmp_path, "--name", "run")
     env = {"STOP": "1"} if how == "stopped" else {}
-    done = gpus.start("multi_gpu", script, *words, devices=2, env=env).finish()
+    done = gpus.start("multi_gpu", script, *argv, devices=2, env=env).finish()
     assert done.returncode == 1
     [groups] = re.findall("^GROUPS (.*)", done.stdout, re.MULTILINE)
     of_groups = json.loads(groups)
     assert sorted(kind for kind, _ in of_groups) == ["gloo", "nccl", "nccl"]
-    least = min(seconds for _, seconds in of_groups)
+    min_seconds = min(seconds for _, seconds in of_groups)
     assert (
-        least
+        min_seconds
         == float(re.search("^MONITOR (.*)", done.stdout, re.MULTILINE)[1])
         >= 2 * PATIENCE + 60
     )

@@ -121,6 +121,6 @@ def test_models_give_a_logit_for_each_class_and_cell(name, decoder, stride, cell
         assert logits.shape == (2, 5, cells, cells * 3 // 2)
         chosen = SelectClasses(model, [3, 0])(torch.zeros(1, 3, 64, 64))
     assert chosen.shape == (1, 2, cells, cells)
-    again = build_segmenter(name, 5, decoder=decoder, width=32)
-    for tensor, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(tensor, other), "the weights are a function of the seed"
+    rebuilt = build_segmenter(name, 5, decoder=decoder, width=32)
+    for tensor, rebuilt_tensor in zip(model.parameters(), rebuilt.parameters(), strict=True):
+        assert torch.equal(tensor, rebuilt_tensor), "the weights are a function of the seed"

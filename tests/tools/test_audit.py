@@ -43,8 +43,8 @@ def runs(run_several, tmp_path_factory) -> dict[str, Path]:
             f"{label}_{number}.png,{(label + random.integers(1, 10) * (number in changed)) % 10}"
         )
     (folder / "data.csv").write_text("\n".join(table))
-    words = ["--data", folder / "data.csv", "--output_dir", folder / "runs"]
-    cases = {"preset": [*DIGITS.split(), *words, "--epochs", 6], "exact": [*EXACT.split(), *words]}
+    argv = ["--data", folder / "data.csv", "--output_dir", folder / "runs"]
+    cases = {"preset": [*DIGITS.split(), *argv, "--epochs", 6], "exact": [*EXACT.split(), *argv]}
     runs = run_several(2, cases, timeout=600)
     assert not {name: run.text for name, run in runs.items() if run.outcome != "ok"}
     return {name: run.folder for name, run in runs.items()}
@@ -52,8 +52,8 @@ def runs(run_several, tmp_path_factory) -> dict[str, Path]:
 
 def test_changed_labels_are_found(runs, run_tool) -> None:
     """Else a user would mend what is right."""
-    main_rank, other = run_tool(2, "audit", runs["preset"], "--workers", 0)
-    assert "labels are likely wrong" in main_rank.stdout and not other.stdout
+    main_rank, other_rank = run_tool(2, "audit", runs["preset"], "--workers", 0)
+    assert "labels are likely wrong" in main_rank.stdout and not other_rank.stdout
     rows = [row for row in suspicious(runs["preset"]) if row["verdict"] == "likely wrong"]
     true = [Path(row["image"]).stem.partition("_")[0] for row in rows]
     hits = [
@@ -71,9 +71,9 @@ def test_changed_labels_are_found(runs, run_tool) -> None:
 
 def test_the_verdicts_are_the_same_on_any_layout(runs, run_tool, tmp_path) -> None:
     checkpoint = runs["exact"] / "checkpoints/step_00000024"
-    words = ("audit", checkpoint, "--workers", 0, "-o")
-    run_tool(1, *words, tmp_path / "one")
-    run_tool(2, *words, tmp_path / "two", "--max_micro_batch_size", 6)
+    argv = ("audit", checkpoint, "--workers", 0, "-o")
+    run_tool(1, *argv, tmp_path / "one")
+    run_tool(2, *argv, tmp_path / "two", "--max_micro_batch_size", 6)
     one, two = (suspicious(tmp_path / name) for name in ("one", "two"))
     assert len(one) >= 20 and not (runs["exact"] / "suspicious.csv").exists()
     for key in ("rank", "verdict", "image", "label", "suggested"):
@@ -85,7 +85,7 @@ def test_the_verdicts_are_the_same_on_any_layout(runs, run_tool, tmp_path) -> No
 def test_a_detector_is_audited_at_a_quarter_of_its_run(
     run_several, scenes, run_tool, tmp_path
 ) -> None:
-    words = [
+    argv = [
         "--data",
         scenes,
         "--output_dir",
@@ -96,7 +96,7 @@ def test_a_detector_is_audited_at_a_quarter_of_its_run(
         2,
         "--keep_for_audit",
     ]
-    run = run_several(2, {"boxes": words}, recipe="recipes/det.py")["boxes"]
+    run = run_several(2, {"boxes": argv}, recipe="recipes/det.py")["boxes"]
     assert run.outcome == "ok", run.text
     assert [path.name for path in (run.folder / "audit").iterdir()] == ["step_00000002"]
     assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == [

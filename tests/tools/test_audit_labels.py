@@ -75,10 +75,12 @@ def test_a_class_that_was_not_learnt_gets_a_line_of_its_own() -> None:
     assert suspects.num_likely == 0 and not np.isin(suspects.indices, rare[:20]).any()
     ((class_id, _, num_contradicted, num_images),) = suspects.unlearned
     assert (class_id, num_contradicted, num_images) == (9, 20, 20)
-    header, first, *rest = audit.build_table(source_of(labels), suspects)
+    header, first, *other_rows = audit.build_table(source_of(labels), suspects)
     row = dict(zip(header, first, strict=True))
     assert (row["verdict"], row["image"], row["label"]) == ("class", "20 of 20 images", "j")
-    assert {dict(zip(header, row, strict=True))["verdict"] for row in rest} == {"worth a look"}
+    assert {dict(zip(header, row, strict=True))["verdict"] for row in other_rows} == {
+        "worth a look"
+    }
     summary = audit.summarize(source_of(labels), suspects)
     assert "no label is likely wrong; class j: 20 of 20 images look like others" in summary
 

@@ -145,8 +145,15 @@ def test_a_worse_classifier_is_told_from_better_and_equal_ones(
     text, comparison = compare_runs(capsys, tmp_path / "one", *args)
     assert read(tmp_path / "two" / "comparison.json") == comparison
     changed_line = "+    torch.numel(torch.ones(1))"
-    for shown in ("--lr", "best at step", "images/s", "2 × ", changed_line, "larger than noise"):
-        assert shown in text, text
+    for text_part in (
+        "--lr",
+        "best at step",
+        "images/s",
+        "2 × ",
+        changed_line,
+        "larger than noise",
+    ):
+        assert text_part in text, text
     assert "a comment" not in text and "--opt" not in text and "no difference beyond noise" in text
 
     different, same = comparison["differences"]

@@ -65,7 +65,7 @@ main()
 
 def exported(rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
     """What a person exports for a process of its own machine, who starts the ranks by hand."""
-    place = {"RANK": rank, "GROUP_RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    environ = {"RANK": rank, "GROUP_RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     world = {
         "WORLD_SIZE": world_size,
         "GROUP_WORLD_SIZE": world_size,
@@ -77,7 +77,7 @@ def exported(rank: int, world_size: int, port: int, address: str = "127.0.0.1") 
         "ACCELERATE_MIXED_PRECISION": "no",
         "WANDB_MODE": "offline",
     }
-    return {name: str(value) for name, value in (place | world | cpu).items()}
+    return {name: str(value) for name, value in (environ | world | cpu).items()}
 
 
 def rows_of(file: Path) -> dict[tuple[str, str], dict]:
@@ -127,11 +127,10 @@ def test_a_check_that_fails_on_one_rank_keeps_no_other(launch, tmp_path) -> None
 def test_processes_that_can_not_meet_say_who_waits_for_what(launch, tmp_path) -> None:
     port = free_port()
     files = [tmp_path / f"{rank}.json" for rank in range(2)]
-    words = ["-m", "tools.doctor", "--wait", 1, "--only", "launch,network", "--json"]
+    argv = ["-m", "tools.doctor", "--wait", 1, "--only", "launch,network", "--json"]
     worlds = exported(0, 2, free_port()), exported(1, 2, port)  # nobody listens at that port
     started = [
-        launch.start_python(*words, *pair, env=env)
-        for *pair, env in zip(files, worlds, strict=True)
+        launch.start_python(*argv, *pair, env=env) for *pair, env in zip(files, worlds, strict=True)
     ]
     assert [each.finish().returncode for each in started] == [1, 1]
     waits, knocks = (rows_of(file)["network: meeting", "all"] for file in files)
@@ -146,10 +145,10 @@ def test_checks_are_chosen_by_their_first_words(forks, tmp_path) -> None:
     done = start_tool(
         forks, 1, "doctor", "--only", "network,launch", "--json", tmp_path / "found.json"
     )[0].end()
-    found = json.loads((tmp_path / "found.json").read_text())
-    words = {row["check"].partition(":")[0] for row in found["findings"]}
-    assert done.code in (0, 1) and words == {"launch"}
-    assert found["processes"] == 1 and found["seconds"] < 60
+    report = json.loads((tmp_path / "found.json").read_text())
+    check_names = {row["check"].partition(":")[0] for row in report["findings"]}
+    assert done.code in (0, 1) and check_names == {"launch"}
+    assert report["processes"] == 1 and report["seconds"] < 60
     ended = [rank.end() for rank in start_tool(forks, 2, "doctor", "--wait", "soon")]
     (line,) = "".join(rank.stderr for rank in ended).splitlines()  # of both ranks
     assert (
@@ -158,16 +157,16 @@ def test_checks_are_chosen_by_their_first_words(forks, tmp_path) -> None:
         and "--wait" in line
         and "--help" in line
     )
-    for words, text in (
+    for check_names, text in (
         (["--only", "lungs"], "--only lungs: take launch, "),
         (["no.py"], "no.py is not there"),
     ):
         with pytest.raises(Refused, match=text):
-            examine(build_parser().parse_args(words))
+            examine(build_parser().parse_args(check_names))
 
 
 def test_a_rehearsal_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path) -> None:
-    words = [
+    argv = [
         "--only",
         "rehearsal",
         "recipes/cls.py",
@@ -178,11 +177,11 @@ def test_a_rehearsal_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path
         "--workers",
         "0",
     ]
-    started = launch.start_python("-m", "tools.doctor", *words)
+    started = launch.start_python("-m", "tools.doctor", *argv)
     for _ in Limit(120).turns():
         runs = psutil.Process(started.process.pid).children(recursive=True)
         # Imports start processes, too.
-        if runs and any("--max_steps" in one.cmdline() for one in runs):
+        if runs and any("--max_steps" in process.cmdline() for process in runs):
             break
     started.process.send_signal(signal.SIGINT)
     done = started.finish()
@@ -194,9 +193,9 @@ def test_a_rehearsal_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path
 
 
 def test_a_rehearsal_trains_and_leaves_nothing(launch, tmp_path) -> None:
-    words = ["--output_dir", str(tmp_path / "runs"), "--global_batch_size", "16"]
+    argv = ["--output_dir", str(tmp_path / "runs"), "--global_batch_size", "16"]
     (tmp_path / "runs").mkdir()
-    flags = ["--config", "recipes/presets/digits.yaml", *words]
+    flags = ["--config", "recipes/presets/digits.yaml", *argv]
     of_tool = [
         "-m",
         "tools.doctor",

@@ -18,15 +18,15 @@ PORT = 20500  # below those that the system chooses
 ONLY = ["--only", "launch,network"]
 
 
-def run(*words: object) -> None:
-    subprocess.run(list(map(str, words)), check=True, capture_output=True, text=True)
+def run(*argv: object) -> None:
+    subprocess.run(list(map(str, argv)), check=True, capture_output=True, text=True)
 
 
 def summary(rows: dict[tuple[str, str], dict], status: str) -> dict[str, str]:
     """Place and text of the rows of a status, by check."""
     return {
-        check: f"{place}: {row['measured']}"
-        for (check, place), row in rows.items()
+        check: f"{location}: {row['measured']}"
+        for (check, location), row in rows.items()
         if row["status"] == status
     }
 
@@ -37,9 +37,9 @@ def test_a_slow_link_and_an_odd_mtu_are_named(nodes: Callable[..., list[Node]], 
     run("ip", "-n", sick.space, "link", "set", "eth0", "mtu", 1400)
     slow = "root tbf rate 300mbit burst 256kb latency 50ms".split()
     run("tc", "-n", sick.space, "qdisc", "add", "dev", "eth0", *slow)
-    words = ["-m", "tools.doctor", *ONLY, "--json", file]
+    argv = ["-m", "tools.doctor", *ONLY, "--json", file]
     started = [
-        node.start_python(*words, env=exported(rank, 2, PORT, well.address))
+        node.start_python(*argv, env=exported(rank, 2, PORT, well.address))
         for rank, node in enumerate((well, sick))
     ]
     done = [each.finish() for each in started]
@@ -77,9 +77,9 @@ def test_a_firewall_is_named_where_the_run_would_wait(
     for rule in rules:
         run("ip", "netns", "exec", walled.space, "nft", rule)
     file = tmp_path / "found.json"
-    words = ["-m", "tools.doctor", *ONLY, "--json", file]
+    argv = ["-m", "tools.doctor", *ONLY, "--json", file]
     started = [
-        node.start_python(*words, env=exported(rank, 2, PORT, first.address))
+        node.start_python(*argv, env=exported(rank, 2, PORT, first.address))
         for rank, node in enumerate((first, walled))
     ]
     done = [each.finish() for each in started]

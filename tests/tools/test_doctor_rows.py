@@ -76,23 +76,23 @@ def test_an_interface_that_is_absent_down_or_slower_is_named(monkeypatch, tmp_pa
     }
     monkeypatch.setattr(interfaces.psutil, "net_if_stats", lambda: stats)
 
-    def found(name: str) -> str:
+    def judge(name: str) -> str:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
         (row,) = interfaces.check_interface(TWO)
         return f"{row.status}: {row.measured} {row.way_out}"
 
-    assert "export GLOO_SOCKET_IFNAME=ib0" in found("eth0") and found("eth0").startswith(
+    assert "export GLOO_SOCKET_IFNAME=ib0" in judge("eth0") and judge("eth0").startswith(
         "warning: eth0"
     )
-    assert found("eth1") == "failed: eth1 is down ip link set eth1 up"
+    assert judge("eth1") == "failed: eth1 is down ip link set eth1 up"
     for name, (state, rate) in {"mlx5_0": ("4: ACTIVE", 200), "mlx5_1": ("1: DOWN", 400)}.items():
         port = tmp_path / name / "ports" / "1"
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
         (port / "rate").write_text(f"{rate} Gb/sec (4X HDR)\n")
     monkeypatch.setattr(interfaces, "_INFINIBAND", tmp_path)
-    assert found("ib0") == "ok: ib0 (10.0.0.1, 100 Gbit/s, MTU 1500); InfiniBand 200 Gbit/s "
-    assert found("eth9").startswith("failed: GLOO_SOCKET_IFNAME=eth9: this machine has eth0, ib0, ")
+    assert judge("ib0") == "ok: ib0 (10.0.0.1, 100 Gbit/s, MTU 1500); InfiniBand 200 Gbit/s "
+    assert judge("eth9").startswith("failed: GLOO_SOCKET_IFNAME=eth9: this machine has eth0, ib0, ")
 
 
 def test_the_rehearsal_judges_waiting_lag_memory_and_disk() -> None:
@@ -129,21 +129,21 @@ def test_the_rehearsal_judges_waiting_lag_memory_and_disk() -> None:
 def test_a_rehearsal_has_the_numbers_of_its_launch_and_names_the_cause_of_a_failure(
     monkeypatch,
 ) -> None:
-    given = {
+    environ = {
         "SLURM_PROCID": "7",
         "TORCHELASTIC_RUN_ID": "x",
         "MASTER_ADDR": "far",
         "MASTER_PORT": "29500",
     }
     world = World(Launch("srun", 5, 2, 6, 3, 1, 2), Namespace(), CPU, ranks=range(6))
-    monkeypatch.setattr(os, "environ", given)
-    found = rehearsal.build_environ(world, 2000)
+    monkeypatch.setattr(os, "environ", environ)
+    actual = rehearsal.build_environ(world, 2000)
     names = (
         "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR "
         "MASTER_PORT"
     ).split()
-    assert [found[name] for name in names] == ["5", "2", "6", "3", "1", "2", "far", "2000"]
-    assert not {"SLURM_PROCID", "TORCHELASTIC_RUN_ID"} & found.keys()
-    said = 'Traceback:\n  File "x.py"\nRuntimeError: no kernel\non rank 0 (host)\n'
-    assert rehearsal.find_cause(1, said) == "RuntimeError: no kernel"
+    assert [actual[name] for name in names] == ["5", "2", "6", "3", "1", "2", "far", "2000"]
+    assert not {"SLURM_PROCID", "TORCHELASTIC_RUN_ID"} & actual.keys()
+    stderr = 'Traceback:\n  File "x.py"\nRuntimeError: no kernel\non rank 0 (host)\n'
+    assert rehearsal.find_cause(1, stderr) == "RuntimeError: no kernel"
     assert rehearsal.find_cause(-9, "") == "killed by SIGKILL: was it killed for want of memory?"

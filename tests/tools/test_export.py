@@ -114,10 +114,10 @@ def test_another_preprocessing_is_refused_by_image_names(
 ) -> None:
     digits = load_task(str(trained_classifier), ["--workers", "0"], 0).val
     for index in range(12):
-        place = tmp_path / "data" / digits.classes[digits.labels[index]]
-        place.mkdir(parents=True, exist_ok=True)
-        digits.image(index).resize((50, 70)).save(place / f"{index}.png")
-    words = [
+        class_folder = tmp_path / "data" / digits.classes[digits.labels[index]]
+        class_folder.mkdir(parents=True, exist_ok=True)
+        digits.image(index).resize((50, 70)).save(class_folder / f"{index}.png")
+    argv = [
         str(trained_classifier),
         "--to",
         "torch_export",
@@ -134,16 +134,16 @@ def test_another_preprocessing_is_refused_by_image_names(
         Refused,
         match=r"of 12 images differ .*\d+\.png: \d 0\.\d+ -> \d 0\.\d+.*nothing was written",
     ):
-        main([*words, "-o", str(output)])
+        main([*argv, "-o", str(output)])
     assert not output.parent.exists()
-    main([*words, "-o", str(output), "--differing", "12"])
+    main([*argv, "-o", str(output), "--differing", "12"])
     figures = read(output / "export.json")["validation"]
     assert (
         0 < figures["differing"] <= 12 and figures["largest_difference"] > classifier.MAX_DIFFERENCE
     )
     # The right one is accepted on the same images, and replaces the export.
     monkeypatch.undo()
-    main([*words, "-o", str(output)])
+    main([*argv, "-o", str(output)])
     assert read(output / "export.json")["validation"]["differing"] == 0
     assert [path.name for path in output.parent.iterdir()] == ["folder"]
 
@@ -257,12 +257,12 @@ def test_several_labels_have_a_probability_each(tmp_path) -> None:
 
 
 def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, tmp_path) -> None:
-    own = (
+    module_source = (
         "torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, 4), torch.nn.AdaptiveAvgPool2d(2), "
         "torch.nn.Flatten(), "
     )
-    own += "torch.nn.Linear(16, 10))"
-    model = eval(own)
+    module_source += "torch.nn.Linear(16, 10))"
+    model = eval(module_source)
     config = {"input_size": (3, 32, 32), "interpolation": "bicubic", "crop_pct": 1.0}
     config |= {"mean": (0.5,) * 3, "std": (0.5,) * 3}
     timm_models.export_classifier(model, list("0123456789"), config, False, {}, tmp_path / "best")
@@ -273,7 +273,7 @@ def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, t
     end = source.index("        check_export(")
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "mine.py").write_text(
-        f"{source[:begin]}        model = {own}\n{source[end:]}"
+        f"{source[:begin]}        model = {module_source}\n{source[end:]}"
     )
     named = ["--recipe", str(tmp_path / "source" / "mine.py")]
     main([str(tmp_path / "best"), "--to", "torch_export", *named, *QUICK])
@@ -290,13 +290,13 @@ def test_what_cannot_be_exported_is_refused_in_one_line(
     (tmp_path / "mine" / "notes.txt").touch()
     shutil.copytree(trained_classifier / "best", tmp_path / "best")
     (tmp_path / "best" / "run.json").unlink()
-    for words, told in (
+    for args, message in (
         ([run, "-o", tmp_path / "file" / "out"], r"--output .*file.*can't be written"),
         ([run, "-o", tmp_path / "mine"], r"--output .*mine: .*no export"),
         ([tmp_path / "best"], r"--data"),
     ):
-        with pytest.raises(Refused, match=told):
-            main([*map(str, words), "--to", "torch_export", *QUICK])
+        with pytest.raises(Refused, match=message):
+            main([*map(str, args), "--to", "torch_export", *QUICK])
 
     class Counting(torch.nn.Module):
         def forward(self, images):

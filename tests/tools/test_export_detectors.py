@@ -118,8 +118,8 @@ def evaluated(
     accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
     trained = TrainedModel(recipe, recipe.Config(), None)
     return [
-        {name: found[name].numpy() for name in DETECTIONS}
-        for _, (found,) in trained.predict(
+        {name: detections[name].numpy() for name in DETECTIONS}
+        for _, (detections,) in trained.predict(
             detector, EvalBatches(loader, dataset.normalize, accelerator)
         )
     ]
@@ -145,28 +145,28 @@ def check_photographs(detector: Detector, plain: BoxAugmentation, sessions: dict
     source = Photographs()
     expected = evaluated(detector, plain, source)
     sure = [
-        int((one["scores"] > one["scores"].min(initial=1) + MAX_SCORE_CHANGE).sum())
-        for one in expected
+        int((detections["scores"] > detections["scores"].min(initial=1) + MAX_SCORE_CHANGE).sum())
+        for detections in expected
     ]
     # Those must have a counterpart. Scores of a DEIMv2 with random weights are all alike, so that
     # only they are compared.
     assert max(sure) >= 10 or getattr(detector.model.config, "model_type", "") == "deimv2", sure
-    for name, (session, most) in sessions.items():
-        for index, one in enumerate(expected):
-            found = session(source.pixels(index))
-            assert [found[column].dtype for column in DETECTIONS] == [
+    for name, (session, max_change) in sessions.items():
+        for index, detections in enumerate(expected):
+            exported = session(source.pixels(index))
+            assert [exported[column].dtype for column in DETECTIONS] == [
                 np.float32,
                 np.float32,
                 np.int64,
             ]
-            assert np.abs(found["scores"] - one["scores"]).max(initial=0) <= 1e-3
-            difference = compare(one, found, CLASSES)
+            assert np.abs(exported["scores"] - detections["scores"]).max(initial=0) <= 1e-3
+            difference = compare(detections, exported, CLASSES)
             assert not difference.is_too_large and difference.largest["scores"] <= 1e-3, (
                 name,
                 source.name(index),
                 difference,
             )
-            assert difference.largest["boxes"] <= most, (name, source.name(index), difference)
+            assert difference.largest["boxes"] <= max_change, (name, source.name(index), difference)
 
 
 # The queries of the first are D-FINE's, too, and the boxes of the second Faster R-CNN's.
@@ -196,20 +196,22 @@ def test_what_is_exported_finds_what_the_evaluation_finds(family, thorough, tmp_
 def test_a_picture_may_show_one_object_or_none(family, thorough, tmp_path) -> None:
     detector, plain = built(family)
     source = Photographs()
-    scores = np.concatenate([one["scores"] for one in evaluated(detector, plain, source)])
+    scores = np.concatenate(
+        [detections["scores"] for detections in evaluated(detector, plain, source)]
+    )
     # Only the best detection of all is left.
     detector.score_threshold = float(np.sort(scores)[-2:].mean())
     expected = evaluated(detector, plain, source)
-    assert sorted(len(one["scores"]) for one in expected) == [0] * 7 + [1]
+    assert sorted(len(detections["scores"]) for detections in expected) == [0] * 7 + [1]
     outputs = outputs_of(family)
     for name in EVERYWHERE if thorough else ["torch_export"]:
         formats.write(name, Exportable(copy.deepcopy(detector), plain), False, outputs, tmp_path)
         session = verify.open_model(tmp_path, name, formats.FORMATS[name].file, outputs)
-        for index, one in enumerate(expected):
-            found = session(source.pixels(index))
-            assert {len(column) for column in found.values()} == {len(one["scores"])}
-            assert np.abs(found["boxes"] - one["boxes"]).max(initial=0) <= 0.05
-            assert np.array_equal(found["labels"], one["labels"])
+        for index, detections in enumerate(expected):
+            exported = session(source.pixels(index))
+            assert {len(column) for column in exported.values()} == {len(detections["scores"])}
+            assert np.abs(exported["boxes"] - detections["boxes"]).max(initial=0) <= 0.05
+            assert np.array_equal(exported["labels"], detections["labels"])
 
 
 def test_an_export_has_the_ap_of_its_run_without_torch(trained_detector, tmp_path) -> None:
@@ -253,13 +255,13 @@ def test_other_boxes_are_refused_by_the_names_of_images(trained_detector, scenes
     assert not evaluate(task, lambda pixels: found_by(task.module, pixels)).refusal
 
     def shifted(pixels: np.ndarray) -> dict[str, np.ndarray]:
-        found = found_by(task.module, pixels)
-        return found | {"boxes": found["boxes"] + np.float32(2)}
+        detections = found_by(task.module, pixels)
+        return detections | {"boxes": detections["boxes"] + np.float32(2)}
 
     verdict = evaluate(task, shifted)
     assert "AP is 0." in verdict.refusal and "7 of 7 images differ" in verdict.refusal
     assert not verdict.vectors and len(verdict.worst) == 7
-    assert all(".png: " in words and "pixels" in words for words in verdict.worst)
+    assert all(".png: " in text and "pixels" in text for text in verdict.worst)
     with pytest.raises(Refused, match=r"0\.png: scores of the exported model are not finite"):
         evaluate(
             task,

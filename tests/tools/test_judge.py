@@ -33,8 +33,8 @@ def run(trained_classifier, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def reported(run, run_several) -> Path:
     """The report that two ranks with data workers leave."""
-    words = ["--eval_only", run / "best", "--workers", 1, "--output_dir", run.parent]
-    done = run_several(2, {"two": words}, pictures=True)["two"]
+    argv = ["--eval_only", run / "best", "--workers", 1, "--output_dir", run.parent]
+    done = run_several(2, {"two": argv}, pictures=True)["two"]
     assert f"report: {run}/evaluation/best-held_out\n" in done.stdout
     return shutil.copytree(run / "evaluation/best-held_out", run.parent / "report of two ranks")
 
@@ -69,9 +69,9 @@ def test_a_report_has_the_numbers_of_the_run_and_of_any_layout(run, reported, fo
     assert drawn < {path.name for path in (run / "pictures").iterdir()}
 
     alone = printed(forks("--eval_only", run / "best", "--workers", 0))
-    again = report_in(run / "evaluation/best-held_out")
-    assert again.pop("loss") == pytest.approx(report.pop("loss"), rel=1e-6)
-    assert again == report and alone["thresholds"] == report["thresholds"]
+    second_report = report_in(run / "evaluation/best-held_out")
+    assert second_report.pop("loss") == pytest.approx(report.pop("loss"), rel=1e-6)
+    assert second_report == report and alone["thresholds"] == report["thresholds"]
     assert not (run / "evaluation/best-held_out/pictures").exists(), (
         "the old report's pictures are gone with it"
     )
@@ -85,11 +85,11 @@ def on_parts(run_several, tmp_path_factory) -> dict[str, Outcome]:
     folder = tmp_path_factory.mktemp("parts")
     for seed, part in enumerate(("train", "val", "test")):
         draw_stripes(folder / "data" / part, (16, 14, 12, 10, 8), seed=seed)
-    words = (
+    argv = (
         f"--data {folder}/data --model test_vit --image_size 32 --max_steps 4 --lr 1e-3 "
         f"--output_dir {folder}"
     )
-    [run] = run_several(1, {"run": words.split()}).values()
+    [run] = run_several(1, {"run": argv.split()}).values()
     assert (
         "test" not in (run.folder / "metrics.jsonl").read_text()
         and not (run.folder / "evaluation").exists()
@@ -160,8 +160,8 @@ def test_two_ranks_leave_the_report_of_a_detector(
     trained_detector, scenes, run_several, tmp_path
 ) -> None:
     run = copy_run(trained_detector, tmp_path / "run")
-    words = ["recipes/det.py", "--eval_only", run / "best", "--data", scenes, "--split", "train"]
-    of_two = printed(run_several(2, {"two": words}, pictures=True)["two"])
+    argv = ["recipes/det.py", "--eval_only", run / "best", "--data", scenes, "--split", "train"]
+    of_two = printed(run_several(2, {"two": argv}, pictures=True)["two"])
     (folder,) = (run / "evaluation").iterdir()
     report = report_in(folder)
     assert {path.stem for path in (folder / "pictures").iterdir()} == PICTURES

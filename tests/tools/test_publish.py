@@ -25,8 +25,8 @@ from tools.publish.__main__ import main
 from tools.report import main as write_report
 
 
-def published(run: Path, folder: Path, *words: str) -> tuple[ModelCard, str]:
-    main([str(run), "--to", "someone/digits", "--dry_run", str(folder), *words])
+def published(run: Path, folder: Path, *args: str) -> tuple[ModelCard, str]:
+    main([str(run), "--to", "someone/digits", "--dry_run", str(folder), *args])
     card = ModelCard.load(folder / "README.md")
     return card, card.text
 
@@ -51,11 +51,11 @@ def ran(words: list, folder: Path) -> str:
 def test_numbers_of_an_averaged_run_are_those_of_its_export(
     run_several, trained_classifier, forks, tmp_path, capsys
 ) -> None:
-    words = (
+    argv = (
         "--config recipes/presets/digits.yaml --epochs 2 --ema_decay 0.98 --tracker none "
         "--workers 0 --output_dir"
     )
-    run = run_several(2, {"averaged": [*words.split(), tmp_path]}, pictures=True)["averaged"].folder
+    run = run_several(2, {"averaged": [*argv.split(), tmp_path]}, pictures=True)["averaged"].folder
     ended = forks("--eval_only", run / "best", "--workers", 0)
     true = json.loads(ended.stdout.splitlines()[-1])
     raw = read_rows(run / "metrics.jsonl")[-1]["eval/top1"]
@@ -100,14 +100,14 @@ def test_numbers_of_an_averaged_run_are_those_of_its_export(
 
     capsys.readouterr()
     compare([str(run), str(trained_classifier), "--recorded", "-o", str(tmp_path / "out")])
-    said = capsys.readouterr().out
-    found = read(tmp_path / "out" / "comparison.json")["runs"][0]
-    rows = dict(re.findall(r"^  (\S.*?) {2,}(\S+(?: %)?)", said, re.MULTILINE))
+    stdout = capsys.readouterr().out
+    compared = read(tmp_path / "out" / "comparison.json")["runs"][0]
+    rows = dict(re.findall(r"^  (\S.*?) {2,}(\S+(?: %)?)", stdout, re.MULTILINE))
     assert (
         rows["top-1"] == f"{100 * true['top1']:.2f} %"
         and rows["top-1 (without EMA)"] == f"{100 * raw:.2f} %"
     )
-    assert found["best"]["top1"] == pytest.approx(true["top1"], abs=1e-12)
+    assert compared["best"]["top1"] == pytest.approx(true["top1"], abs=1e-12)
     write_report([str(run)])
     assert capsys.readouterr().out == f"{run / FILE}\n"
     page = re.sub("<[^>]+>", " ", html.unescape((run / FILE).read_text()))
@@ -184,21 +184,25 @@ def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier
     """
     texts = "data model image_column label_column eval_only init notes own".split()
     original = read(trained_classifier / "best/run.json")
-    for number, place in enumerate(PLACES):
+    for number, secret_path in enumerate(PLACES):
         run = copy_run(trained_classifier, tmp_path / f"run-{number}")
         model = tmp_path / f"model-{number}"
-        flags = dict.fromkeys(texts, place)
-        update_json(run / "best/run.json", config=original["config"] | flags, notes=place)
+        flags = dict.fromkeys(texts, secret_path)
+        update_json(run / "best/run.json", config=original["config"] | flags, notes=secret_path)
         update_json(
-            run / "environment.json", command=f"recipes/cls.py --data {place}", recipe=place
+            run / "environment.json",
+            command=f"recipes/cls.py --data {secret_path}",
+            recipe=secret_path,
         )
         (run / "config.yaml").write_text(
             yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | flags)
         )
         log = (run / "log.txt").read_text()
-        (run / "log.txt").write_text(log.replace("digits", place).replace("test_resnet", place))
+        (run / "log.txt").write_text(
+            log.replace("digits", secret_path).replace("test_resnet", secret_path)
+        )
         for file in (run / "best/notes.txt", run / "pictures/Alice Smith.png"):
-            file.write_text(place)
+            file.write_text(secret_path)
         published(run, model)
         for file in model.rglob("*"):
             assert SECRET not in str(file) and (
@@ -232,8 +236,8 @@ def test_names_in_a_card_are_no_markup(trained_classifier, tmp_path) -> None:
 
 
 def test_what_cannot_be_published_is_refused_in_one_line(trained_classifier, tmp_path) -> None:
-    def refused(run: Path, *words: object) -> str:
-        return refusal(main, run, "--to", "someone/digits", *words)
+    def refused(run: Path, *args: object) -> str:
+        return refusal(main, run, "--to", "someone/digits", *args)
 
     new = ("--dry_run", tmp_path / "new")
     assert "no run folder" in refused(trained_classifier / "best", *new)

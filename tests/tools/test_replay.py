@@ -50,8 +50,8 @@ def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(
     right = [sample["loss"] for sample in samples if sample["predicted"] == sample["label"]]
     assert len(right) > 50 and np.mean(right) < numbers["train/loss"]["logged"]
     assert (tmp_path / "out/sheet.png").stat().st_size > 20_000
-    words = ("replay", trained_classifier, "--step", 100, "-o", tmp_path / "two", "--workers", 0)
-    assert "the same bits" in run_tool(2, *words)[0].stdout
+    argv = ("replay", trained_classifier, "--step", 100, "-o", tmp_path / "two", "--workers", 0)
+    assert "the same bits" in run_tool(2, *argv)[0].stdout
     assert read_rows(tmp_path / "two/samples.jsonl") == samples
     with pytest.raises(Refused, match="out exists: name another"):
         replay(trained_classifier, 100, tmp_path / "out", [], False)
@@ -96,7 +96,7 @@ def test_a_step_of_another_layout_agrees_in_float64(run_several, run_tool, tmp_p
 def test_what_can_not_be_replayed_is_refused_in_one_line(
     trained_classifier, forks, tmp_path
 ) -> None:
-    for run, step, told in (
+    for run, step, message in (
         (Path("nowhere"), 1, "^nowhere: is no run folder, it has no config.yaml$"),
         (trained_classifier, 100_000, "^--step 100000: .* has made the steps 1 to [0-9]+$"),
         (
@@ -105,13 +105,13 @@ def test_what_can_not_be_replayed_is_refused_in_one_line(
             "^--step 5: needs a checkpoint from before it, .*--from_start .*--keep_checkpoints",
         ),
     ):
-        with pytest.raises(Refused, match=told):
+        with pytest.raises(Refused, match=message):
             replay(run, step, tmp_path / "out", [], False)
     for flags in (["--name", "x"], ["--name=x"], ["--log_every", "5"]):
         with pytest.raises(Refused, match=r"^--\w+: a replay sets it itself; leave it out$"):
             replay(trained_classifier, 100, tmp_path / "out", flags, False)
-    words = (trained_classifier, "--step", 100, "-o", tmp_path / "out", "--wrokers", 1)
-    done = start_tool(forks, 1, "replay", *words)[0].end()
+    argv = (trained_classifier, "--step", 100, "-o", tmp_path / "out", "--wrokers", 1)
+    done = start_tool(forks, 1, "replay", *argv)[0].end()
     assert done.code == 2 and done.stderr.startswith(
         "replay: unknown flag --wrokers; did you mean workers"
     )

@@ -34,11 +34,11 @@ WORDS = (
 def runs(run_several, regions, tmp_path_factory) -> dict[str, Path]:
     """Runs by name: evaluated at the images' own sizes, resized, and with a linear decoder."""
     output = tmp_path_factory.mktemp("masks")
-    words = ["--data", regions, *WORDS, "--output_dir", output]
+    argv = ["--data", regions, *WORDS, "--output_dir", output]
     cases = {
-        "own": words,
-        "resized": [*words, "--eval_short_side", 80],
-        "linear": [*words, "--model", "test_vit", "--decoder", "linear"],
+        "own": argv,
+        "resized": [*argv, "--eval_short_side", 80],
+        "linear": [*argv, "--model", "test_vit", "--decoder", "linear"],
     }
     outcomes = run_several(2, cases, recipe="recipes/seg.py")
     return {name: outcome.folder for name, outcome in outcomes.items()}
@@ -53,9 +53,9 @@ def run(runs) -> Path:
 def test_masks_have_the_recorded_iou(processes, run, regions, forks, tmp_path) -> None:
     images = regions / "images/val"
     (tmp_path / "broken.png").write_bytes(b"no image")
-    words = [run, images, tmp_path / "broken.png", "-o", tmp_path / "rows.jsonl"]
-    words += ["--masks", tmp_path / "masks", "--draw", tmp_path / "drawn"]
-    for rank in start_tool(forks, processes, "predict", *words):
+    argv = [run, images, tmp_path / "broken.png", "-o", tmp_path / "rows.jsonl"]
+    argv += ["--masks", tmp_path / "masks", "--draw", tmp_path / "drawn"]
+    for rank in start_tool(forks, processes, "predict", *argv):
         ended = rank.end()
         assert ended.code == 0, ended
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]

@@ -115,18 +115,20 @@ def test_a_recipe_that_the_user_names_is_executed(trained_classifier, tmp_path) 
 
 def test_another_source_than_the_runs_is_not_used_unasked(trained_classifier, tmp_path) -> None:
     best = shutil.copytree(trained_classifier / "best", tmp_path / "best")
-    kept = tmp_path / "source" / "cls.py"
-    kept.parent.mkdir()
+    kept_source = tmp_path / "source" / "cls.py"
+    kept_source.parent.mkdir()
     text = (RECIPES / "cls.py").read_text()
-    kept.write_text("# a remark\n" + text)
+    kept_source.write_text("# a remark\n" + text)
     assert load(str(best)).recipe.__file__ == str(RECIPES / "cls.py")
-    kept.write_text(text + "CHANGED = 1\n")
+    kept_source.write_text(text + "CHANGED = 1\n")
     with pytest.raises(
-        Refused, match=rf"trained by another cls\.py than .*--recipe {kept}, which executes"
+        Refused, match=rf"trained by another cls\.py than .*--recipe {kept_source}, which executes"
     ):
         load(str(best))
     assert (
-        load(str(best), ["--recipe", str(RECIPES / "cls.py"), "--recipe", str(kept)]).recipe.CHANGED
+        load(
+            str(best), ["--recipe", str(RECIPES / "cls.py"), "--recipe", str(kept_source)]
+        ).recipe.CHANGED
         == 1
     )
     assert load(str(best), ["--recipe", str(RECIPES / "cls.py")]).recipe.__file__ == str(

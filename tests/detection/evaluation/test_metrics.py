@@ -31,9 +31,9 @@ from tools.compare.average_precision import AveragePrecision
 
 @pytest.mark.parametrize("seed", range(2))
 def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
-    source, found = make_awkward_objects(seed)
+    source, detected = make_awkward_objects(seed)
     detections = Detections()
-    detections.update(range(21), found)
+    detections.update(range(21), detected)
     results = detections.results(source)
     images, rows = detections.to_arrays()
     expected = evaluate_with_pycocotools(
@@ -70,11 +70,11 @@ def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
 
 
 def test_ids_of_64_bits_change_no_number() -> None:
-    source, found = make_awkward_objects(0)
+    source, detected = make_awkward_objects(0)
     results = []
     for shift in (0, 2**62, -(2**62)):
         detections = Detections()
-        detections.update(range(21), found)
+        detections.update(range(21), detected)
         results.append(detections.results(replace(source, image_ids=source.image_ids + shift)))
     assert results[0] == results[1] == results[2]
 
@@ -94,20 +94,22 @@ def test_more_than_100_objects_are_counted_as_pycocotools_does() -> None:
     assert source.max_detections == 121 and source.select(np.array([1])).max_detections == 100
     scores = torch.linspace(1, 0.5, 121)
     wrong = torch.tensor(corners[:60]).float() + 4
-    found = []
+    detected = []
     for of_image in (
         torch.tensor(corners).float(),
         torch.cat([torch.tensor(corners[:5]).float(), wrong]),
     ):
         count = len(of_image)
-        found.append(
+        detected.append(
             {"boxes": of_image, "scores": scores[:count], "labels": torch.zeros(count).long()}
         )
     perfect = Detections()
-    perfect.update(range(2), [found[0], {name: column[:5] for name, column in found[1].items()}])
+    perfect.update(
+        range(2), [detected[0], {name: column[:5] for name, column in detected[1].items()}]
+    )
     assert perfect.results(source)["AP"] == pytest.approx(1) and perfect.matches.is_detected.all()
     detections = Detections()
-    detections.update(range(2), found)
+    detections.update(range(2), detected)
     results = detections.results(source)
     boxes = boxes_in_coco(source.image_ids, *detections.to_arrays())
     expected = evaluate_with_pycocotools(
@@ -165,11 +167,11 @@ def outline_of(left: float, top: float, right: float, bottom: float) -> list[flo
     return [left, top, right, top, right, bottom, left, bottom]
 
 
-def rank_evaluates(source: Annotated, found: list[dict]) -> dict:
+def rank_evaluates(source: Annotated, detected: list[dict]) -> dict:
     """The results of three ranks, the second of which has no image."""
     share = (slice(25, IMAGES), slice(0), slice(25))[rank()]
     detections = Detections()
-    detections.update(range(IMAGES)[share], found[share])
+    detections.update(range(IMAGES)[share], detected[share])
     return detections.results(source)
 
 
@@ -177,7 +179,7 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
     """Boxes and masks, on one rank or several."""
     random = np.random.default_rng(0)
     annotations = []
-    found = []
+    detected = []
     for number in range(1, IMAGES + 1):
         picture(tmp_path / "val" / f"{number}.png", (SIDE, SIDE))
         true_boxes, boxes = boxes_on_thresholds(random)
@@ -196,7 +198,7 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
             for box in boxes.astype(float).tolist()
         ]
         labels = torch.zeros(len(boxes)).long()
-        found.append(
+        detected.append(
             {"boxes": torch.from_numpy(boxes), "scores": scores, "labels": labels, "rles": masks}
         )
     sizes = [
@@ -211,11 +213,11 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
         1
     ].select(np.arange(IMAGES))
     detections = Detections()
-    detections.update(range(IMAGES), found)
+    detections.update(range(IMAGES), detected)
     results = detections.results(source)
     images, columns = detections.to_arrays()
     boxes = boxes_in_coco(np.arange(1, IMAGES + 1), images, columns)
-    rles = (rle for of_image in found for rle in of_image["rles"])
+    rles = (rle for of_image in detected for rle in of_image["rles"])
     keys = "image_id", "score", "category_id"
     masks = [
         {key: box[key] for key in keys} | {"segmentation": rle}
@@ -233,7 +235,7 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
             hits = get_hits(expected, len(rows))
             assert (hits == NO_OBJECT).any() and (hits >= 0).any()
             np.testing.assert_array_equal(Matches(source, images, columns).hits, hits)
-    assert processes.run(rank_evaluates, source, found, ranks=3) == [results] * 3
+    assert processes.run(rank_evaluates, source, detected, ranks=3) == [results] * 3
 
     evaluation = Evaluation(source)
     evaluation.detections = detections

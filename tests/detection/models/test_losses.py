@@ -92,13 +92,13 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
         for target in targets:
             target["labels"] = target["labels"] + two_stages
             target["boxes"] = target["boxes"].double() if two_stages else target["boxes"]
-        wanted = reference(list(images), targets)
+        reference_losses = reference(list(images), targets)
     for name, theirs_name in NAMES[family].items():
         share = 1.0
         if two_stages and name != "mask":
             stage = stages[0] if name in ("objectness", "proposal_box") else stages[1]
             share = stage.fg_bg_sampler.count / (EVERYTHING * len(images))
-        expected = wanted[theirs_name].double() * share
+        expected = reference_losses[theirs_name].double() * share
         assert expected > 0
         torch.testing.assert_close(terms[name].sum(), expected, rtol=1e-6, atol=0, msg=name)
 
