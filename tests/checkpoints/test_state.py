@@ -293,3 +293,11 @@ def test_a_failed_load_leaves_weights_untouched() -> None:
             fresh.load(bad_files, bad_values)
         for file in ("model", "ema"):
             assert identical(fresh.get_tensors()[file], before[file])
+
+
+def test_a_checkpoint_has_the_average_beside_the_weights() -> None:
+    training = Training({}).train(0, 4)
+    files = training.state.get_tensors()
+    assert identical(files["ema"], training.ema.module.state_dict())
+    assert identical(files["model"], training.state.model.state_dict())
+    assert not torch.equal(files["ema"]["head.weight"], files["model"]["head.weight"])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from common.data.decoding import Picture, pil_to_tensor
 from common.detection.data.annotated import Sample
+from common.detection.samples import hflip
 from common.detection.transforms import BoxAugmentation
 from tests.harness.detections import extents
 
@@ -174,3 +175,13 @@ def test_strong_ways_end_at_a_position_and_the_gentle_ones_go_on():
             list(vary(augmentation, position, sample).image.shape[:0:-1])
         ]
         assert len(vary(augmentation, position, sample).boxes) <= 3
+
+
+def test_a_mirrored_box_has_the_pixels_that_it_had() -> None:
+    """Exactly: the other tests forgive a pixel, which resizing may blur."""
+    pixels = torch.zeros(3, 8, 20, dtype=torch.uint8)
+    pixels[:, 2:5, 3:9] = 200
+    objects = [torch.tensor([[3.0, 2.0, 9.0, 5.0]]), torch.tensor([1]), torch.tensor([False])]
+    mirrored = hflip(Sample(pixels, *objects, masks=(pixels[:1] > 0).byte()))
+    assert mirrored.boxes.tolist() == extents(mirrored.masks).tolist() == [[11, 2, 17, 5]]
+    assert (mirrored.image[:, 2:5, 11:17] == 200).all()

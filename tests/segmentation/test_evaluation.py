@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from common.classification.balancing import weigh_counts
 from common.classification.batches import SelectClasses
+from common.distributed.collectives import rank, world_size
 from common.segmentation import evaluation as evaluation_module
-from common.segmentation.evaluation import compare_pixels, compute_metrics
+from common.segmentation.evaluation import Evaluation, compare_pixels, compute_metrics
 from common.segmentation.losses import build_loss
 from common.segmentation.masks import IGNORED
 from common.segmentation.models import build_segmenter
@@ -124,3 +125,45 @@ def test_models_give_a_logit_for_each_class_and_cell(name, decoder, stride, cell
     rebuilt = build_segmenter(name, 5, decoder=decoder, width=32)
     for tensor, rebuilt_tensor in zip(model.parameters(), rebuilt.parameters(), strict=True):
         assert torch.equal(tensor, rebuilt_tensor), "the weights are a function of the seed"
+
+
+class Unlabelled(Data):
+    """Images that are not looked at."""
+
+    model_classes = None
+
+
+def evaluate_images(labels: torch.Tensor, logits: torch.Tensor) -> tuple[list, dict]:
+    """The confusion matrix and the results of images of which each rank has every `world_size()`th."""
+    evaluation = Evaluation(Unlabelled(labels), torch.device("cpu"))
+    height, width = labels.shape[1:]
+    for i in range(rank(), len(labels), world_size()):
+        batch = SimpleNamespace(
+            images=torch.zeros(1, 3, height, width),
+            labels=labels[i : i + 1],
+            positions=torch.tensor([i]),
+            sizes=torch.tensor([[width, height]]),
+        )
+        evaluation.update(batch, logits[i : i + 1])
+    results = evaluation.results()
+    return evaluation.confusion.tolist(), results
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_counts_each_pixel_once(processes, ranks: int) -> None:
+    """Rows of the confusion matrix are labels, and the loss is that of all images of all ranks."""
+    torch.manual_seed(0)
+    labels = torch.randint(3, (3, 16, 24), dtype=torch.int16)
+    labels[0, :5] = IGNORED
+    logits = torch.randn(3, 3, 16, 24, dtype=torch.float64)
+    logits[:, 2] += 1  # so that the matrix is not symmetric
+    is_labelled = labels != IGNORED
+    confusion = np.zeros((3, 4), np.int64)
+    np.add.at(confusion, (labels[is_labelled], logits.argmax(1)[is_labelled]), 1)
+    loss = F.cross_entropy(logits, labels.long(), ignore_index=IGNORED)
+    for counted, results in processes.run(evaluate_images, labels, logits, ranks=ranks):
+        assert counted == confusion.tolist()
+        assert results["loss"] == pytest.approx(loss.item(), rel=1e-9)
+        assert results["pixel_accuracy"] == pytest.approx(
+            confusion.diagonal().sum() / is_labelled.sum().item()
+        )

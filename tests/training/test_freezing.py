@@ -1,5 +1,7 @@
 """Frozen stages keep every bit until they begin to train, and are refused if unknown."""
 
+from types import SimpleNamespace
+
 import pytest
 import timm
 import torch
@@ -18,6 +20,7 @@ from common.training.optimizer import (
     describe_optimization,
     set_learning_rate,
 )
+from common.training.step import TrainingStep
 from tests.training.small import Config
 
 STREAM = Stream(40, 8, 0)  # five steps an epoch
@@ -157,3 +160,26 @@ def test_each_part_has_its_rate_and_the_start_table_says_so() -> None:
     assert text == "0.01, cosine, adamw"
     with pytest.raises(Refused, match=r"--neck_lr_factor 2\.0: ResNet has no neck"):
         build_optimizer(Config(neck_lr_factor=2.0), model)
+
+
+def test_a_step_clips_without_the_gradients_of_frozen_stages() -> None:
+    config = Config(freeze_stages="2", unfreeze_epochs="1")
+    model = build_model(config)
+    freezing = Freezing(config, model, STREAM)
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), scaler=None, unscale_gradients=lambda optimizers: None
+    )
+    step = TrainingStep(accelerator, model, samples=None, compute_losses=None, freezing=freezing)
+    step._optimizers = []
+    step._parameters = list(model.parameters())
+    freezing.start_step(0)
+    model(torch.randn(4, 3, 32, 32)).sum().backward()
+    norm = step.clip_gradients(1.0, "norm")
+    trained = []
+    for name, parameter in model.named_parameters():
+        is_trained = name.startswith(("layer3", "layer4", "fc"))
+        assert (parameter.grad is not None) == is_trained, name
+        if is_trained:
+            trained.append(parameter.grad)
+    assert norm > 1
+    assert nn.utils.get_total_norm(trained) == pytest.approx(1, rel=1e-4)

@@ -2,10 +2,12 @@
 
 import warnings
 
+import numpy as np
 import pytest
 
-from common.detection.evaluation.matching import NO_OBJECT
-from tests.harness.detections import A, B, match_one_image, shift_box
+from common.detection.data.annotated import Annotated
+from common.detection.evaluation.matching import NO_OBJECT, Matches
+from tests.harness.detections import A, B, columns, match_one_image, shift_box
 
 
 def test_each_kind_of_mistake_is_told_apart() -> None:
@@ -111,3 +113,17 @@ def test_crowd_regions_are_neither_missed_nor_background() -> None:
         [(crowd, 0, True), (B, 1, False)], [((0, 0, 10, 10), 0.9, 2), (B, 0.8, 1)]
     )
     assert [alarm.kind for alarm in other_class.find_false_alarms(9)] == ["background"]
+
+
+def test_only_the_best_of_each_class_and_image_are_matched() -> None:
+    """As many as COCO counts; another class and another image have as many of their own."""
+    source = Annotated(**columns([[(A, 0)], [(A, 0)]]))
+    limit = source.max_detections
+    rows = np.array([(*A, score / 200, 0) for score in range(limit + 5)], np.float32)
+    other_class = rows[:3].copy()
+    other_class[:, 5] = 1
+    images = np.repeat([0, 0, 1], [limit + 5, 3, limit + 5])
+    matches = Matches.from_best(source, images, np.concatenate([rows, other_class, rows]))
+    assert np.bincount(matches.images).tolist() == [limit + 3, limit]
+    of_class = matches.detections[matches.detections[:, 5] == 0]
+    assert of_class[:, 4].min() == rows[5, 4], "the worst are left out"

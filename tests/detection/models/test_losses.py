@@ -7,8 +7,10 @@ weights (weights/).
 import pytest
 import torch
 from torchvision.models import get_model_builder
+from torchvision.models.detection import _utils
 
 from common.detection.models.anchors import draw_integers, match_boxes, sample_balanced
+from common.detection.models.boxes import BoxCoder
 from common.detection.models.detectors import build_detector
 from common.detection.models.rcnn import RPNOutputs
 from common.detection.models.spec import DetectorSpec
@@ -156,3 +158,14 @@ def test_every_size_belongs_to_some_level():
     is_centre = points.centres.eq(128).all(1)
     foreground = detector._assign_boxes(points, boxes).foreground
     assert foreground[is_centre].tolist() == [False, True, False]
+
+
+def test_boxes_are_decoded_as_by_torchvision() -> None:
+    """With weights that differ between shifts and sides, also where the sides are limited."""
+    generator = torch.Generator().manual_seed(0)
+    references = scene(6)["boxes"].double()
+    codes = 20 * torch.randn(6, 8, dtype=torch.float64, generator=generator)
+    weights = (10.0, 10.0, 5.0, 5.0)
+    actual = BoxCoder(weights).decode_single(codes, references)
+    expected = _utils.BoxCoder(weights).decode_single(codes, references)
+    torch.testing.assert_close(actual, expected)
