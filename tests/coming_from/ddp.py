@@ -11,11 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from torchvision import transforms
 
-# the batch is that of one GPU
-EPOCHS = 6
-BATCH = 32
-RATE = 0.05
-GPUS = 2
+EPOCHS, BATCH, RATE, GPUS = 6, 32, 0.05, 2  # the batch is that of one GPU
 
 
 def main(rank):
