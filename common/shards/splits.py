@@ -1,4 +1,4 @@
-"""Parts of shards: opens those that `--data` names, by the words for training and validation data
+"""Splits of shards: opens those that `--data` names, by the words for training and validation data
 in their names.
 """
 

@@ -186,9 +186,8 @@ class _StepStatistics:
         self.latest_statistics = torch.empty(0)  # [3, channels of all layers]
         self.running = torch.empty(0)  # [2, channels of all layers]: mean and variance
         self.num_batches = torch.empty(0)  # [layers]: `num_batches_tracked`
-        self.pending: set[StepBatchNorm] = (
-            set()
-        )  # layers whose `latest_statistics` is not in `statistic_sums` yet
+        # Layers whose `latest_statistics` are not in `statistic_sums` yet.
+        self.pending: set[StepBatchNorm] = set()
         self.has_collected = False  # True if any layer has something in `statistic_sums`
 
     def join_layers(self, layers: list[StepBatchNorm]) -> None:
