@@ -404,7 +404,7 @@ def describe_model(name: str, model: nn.Module) -> dict[str, str]:
         title = name if is_timm_model(model) else type(model).__name__
     return {
         "model": f"{title}: {num_parameters:,} parameters",
-        "begins with": getattr(model, "begins_with", ""),
+        "begins with": getattr(model, "weights_summary", ""),
     }
 
 
