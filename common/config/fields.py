@@ -44,7 +44,7 @@ def option(
         check: check(value) returns what is wrong, as a text, or "" for a valid value.
         heading: title of the group in --help that begins with this field.
         required: an empty value is refused, with this advice.
-        defaults_from: defaults_from(value) returns defaults of other fields, which the weights that `value` names decide.
+        defaults_from: defaults_from(value) returns defaults of other fields, from the weights of `value`.
         origin: origin(value, recorded) returns the `Origin` of the weights. The configuration of
             their run replaces the defaults, as far as it is the run's identity, or of the fields
             `recorded`.

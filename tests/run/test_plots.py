@@ -83,7 +83,9 @@ def test_the_first_batch_is_shown_before_normalisation(tmp_path, monkeypatch) ->
     originals = np.random.default_rng(0).integers(256, size=(3, 8, 6, 3), dtype=np.uint8)
     originals[:, 0, 0] = 0
     originals[:, 0, 1] = 255
-    monkeypatch.setattr(plots, "sheet", lambda of, headline, path: cells.extend([*of, headline]))
+    monkeypatch.setattr(
+        plots, "draw_cells", lambda of, headline, path: cells.extend([*of, headline])
+    )
     mean = (0.2, 0.4, 0.6)
     std = (0.1, 0.2, 0.3)
     images = torch.from_numpy((originals / 255.0 - mean) / std).permute(0, 3, 1, 2)
