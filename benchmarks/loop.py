@@ -47,7 +47,7 @@ class Images(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int):
-        return self.transform(self.source.image(index)), self.labels[index]
+        return self.transform(self.source.load_image(index)), self.labels[index]
 
 
 def train_bare(setting: Setting, shard: Callable | None = None, **options: object) -> None:

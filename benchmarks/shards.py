@@ -129,7 +129,7 @@ def read_ours(source: sources.Source, epoch: int, connections: int = 0, memory: 
         if connections:
             prefetch_images(source, stream, positions)
         num_read += sum(
-            len(source.content(index)) > 0 for index in stream.get_indices(positions).tolist()
+            len(source.get_content(index)) > 0 for index in stream.get_indices(positions).tolist()
         )
     return num_read
 

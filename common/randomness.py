@@ -36,7 +36,7 @@ def key_of(*parts: int | str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def uniforms(x: np.ndarray, key: int) -> np.ndarray:
+def sample_uniform(x: np.ndarray, key: int) -> np.ndarray:
     """Uniform numbers in [0, 1) with 53 random bits: float64[...] of the shape of `x`.
 
     They are a pure function of (x, key).

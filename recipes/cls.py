@@ -95,7 +95,7 @@ class Config(OptimizationConfig, RunConfig):
     """Keep all channels of a pixel together in memory: faster on GPUs under fp16 and bf16."""
     compile: bool = False
     """torch.compile the model for training; evaluations run it uncompiled."""
-    eval_only: str = path_option("", heading="evaluation", weights_into="model", is_common=True)
+    eval_only: str = path_option("", heading="evaluation", weights_field="model", is_common=True)
     """Only evaluate this checkpoint or this exported model; leaves a report."""
 
     # What defines a training. --help explains the fields without a text: all recipes have them.

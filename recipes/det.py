@@ -84,7 +84,7 @@ class Config(OptimizationConfig, RunConfig):
     also, rf_detr and rf_detr_seg only: a model of transformers."""
     pretrained: bool = option(False, is_weights=True, is_common=True)
     """Start from the backbone's weights that timm publishes."""
-    init: str = path_option("", decides=weights_settings, is_weights=True, is_common=True)
+    init: str = path_option("", defaults_from=weights_settings, is_weights=True, is_common=True)
     """Begin with the weights of this detector, and its rows of classes with the same names: a run's
     best/, torchvision:NAME, a .pth of torchvision, a folder or owner/name of transformers. It sets
     --detector, --model, ..."""
@@ -125,7 +125,7 @@ class Config(OptimizationConfig, RunConfig):
     max_detections: int = option(0, low=0, high=100_000, may_change=True, is_recorded=True)
     """Detections in an image (0: 100, or as many as an image of the data has objects). Of DETRs
     each query is one."""
-    eval_only: str = path_option("", origin=weights_origin, weights_into="init", is_common=True)
+    eval_only: str = path_option("", origin=weights_origin, weights_field="init", is_common=True)
     """Only evaluate this checkpoint, or a detector that --init takes, and print the results."""
 
     # What defines a training. --help explains the fields without a text: all recipes have them.
@@ -169,7 +169,7 @@ def build_model(config: Config, class_names: Sequence[str], device: torch.device
     with all_or_none("building the model"):
         model = build_detector(spec)
         if weights:
-            model.begins_with = load_pretrained(model, weights, config, class_names)
+            model.weights_summary = load_pretrained(model, weights, config, class_names)
     # The start table's description of the model.
     model.title = f"{config.detector} on {config.model}, up to {model.limit} detections in an image"
     prepare_layers(config, model)

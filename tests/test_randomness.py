@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from common.randomness import key_of, mix, seed_generators, uniforms
+from common.randomness import key_of, mix, sample_uniform, seed_generators
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -19,7 +19,7 @@ KEYS = st.integers(0, 2**64 - 1)
 def test_a_number_depends_only_on_its_position_and_key(x: np.ndarray, key: int) -> None:
     alone = [int(mix(value, key)) for value in x]
     assert mix(x, key).tolist() == alone == mix(x[::-1], key)[::-1].tolist()
-    assert uniforms(x.reshape(1, -1), key).tolist() == [uniforms(x, key).tolist()]
+    assert sample_uniform(x.reshape(1, -1), key).tolist() == [sample_uniform(x, key).tolist()]
 
 
 def test_mixing_never_collides_and_turns_half_of_the_bits() -> None:
@@ -34,8 +34,8 @@ def test_mixing_never_collides_and_turns_half_of_the_bits() -> None:
 
 
 def test_uniforms_are_uniform_within_a_key_and_independent_between_keys() -> None:
-    first = uniforms(np.arange(100_000), key_of(0, "a"))
-    second = uniforms(np.arange(100_000), key_of(0, "b"))
+    first = sample_uniform(np.arange(100_000), key_of(0, "a"))
+    second = sample_uniform(np.arange(100_000), key_of(0, "b"))
     assert 0 <= first.min() and first.max() < 1
     counts, *_ = np.histogram2d(first, second, bins=10, range=[[0, 1], [0, 1]])
     # chi-square with 99 degrees of freedom: p = 0.001.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from common.errors import Refused
-from common.randomness import key_of, uniforms
+from common.randomness import key_of, sample_uniform
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's and torchvision's grey
 # Of an erased rectangle.
@@ -28,7 +28,7 @@ class Augmentation:
     """One augmentation of a run. It has no state."""
 
     # Consecutive positions that stay in one micro-batch, from a multiple of this number on.
-    unit = 1
+    unit_size = 1
 
     def sample(self, positions: np.ndarray) -> np.ndarray:
         """Random numbers for the samples at `positions` int64[B] of the stream: [B, ...] of any type.
@@ -44,7 +44,7 @@ class Augmentation:
         """Images [B, 3, H, W] and targets [B, K] after this augmentation, in the type of the run (`--dtype`).
 
         `random_params` are what `sample` returned. Pixels are 0..255 before `Normalize` in the list and
-        normalised after it. No sample may depend on other samples, except in its `unit`.
+        normalised after it. No sample may depend on other samples, except in its unit of `unit_size`.
         """
         raise NotImplementedError
 
@@ -101,7 +101,7 @@ class ColorJitter(Augmentation):
         high = 1 + self.strength
         columns = []
         for name in ("brightness", "contrast", "saturation"):
-            columns.append(uniforms(positions, key_of(self.seed, "colours", name)))
+            columns.append(sample_uniform(positions, key_of(self.seed, "colours", name)))
         return (low + (high - low) * np.stack(columns, axis=1)).astype(np.float32)
 
     def apply(self, images, targets, random_params):
@@ -180,7 +180,7 @@ class RandomErasing(Augmentation):
     def _draw(self, positions: np.ndarray, name: str, num_draws: int = 1) -> np.ndarray:
         """Uniform random numbers for each position: float64[B, num_draws]."""
         x = positions[:, None] * num_draws + np.arange(num_draws)
-        return uniforms(x, key_of(self.seed, "erasing", name))
+        return sample_uniform(x, key_of(self.seed, "erasing", name))
 
     def apply(self, images, targets, random_params):
         # [B, 1] each.
@@ -212,7 +212,7 @@ class Mixing(Augmentation):
     cutmix: float
     size: tuple[int, int]  # height and width of the images
 
-    unit = 2  # neighbours are partners
+    unit_size = 2  # neighbours are partners
 
     def sample(self, positions: np.ndarray) -> np.ndarray:
         """For each pair of `positions` (whole pairs): float32[B / 2, 6].
@@ -247,7 +247,7 @@ class Mixing(Augmentation):
         return params
 
     def _draw(self, pairs: np.ndarray, name: str) -> np.ndarray:
-        return uniforms(pairs, key_of(self.seed, "mixing", name))
+        return sample_uniform(pairs, key_of(self.seed, "mixing", name))
 
     def apply(self, images, targets, random_params):
         params = random_params.to(images.dtype).repeat_interleave(2, dim=0)

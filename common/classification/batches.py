@@ -60,7 +60,7 @@ class TrainDataset(Dataset):
     # Of the start table, about the configuration.
     table_rows: dict[str, str] = field(default_factory=dict)
 
-    few_shapes = True  # see `training.step.TrainDataset`
+    has_few_shapes = True  # see `training.step.TrainDataset`
 
     @classmethod
     def from_config(
@@ -100,9 +100,9 @@ class TrainDataset(Dataset):
         return {"input_size": self.transform.input_size}
 
     @property
-    def unit(self) -> int:
+    def unit_size(self) -> int:
         """Consecutive positions that stay together: the pairs of MixUp and CutMix."""
-        return max((augmentation.unit for augmentation in self.augmentations), default=1)
+        return max((augmentation.unit_size for augmentation in self.augmentations), default=1)
 
     def describe(self) -> dict[str, str]:
         """Rows of the start table."""
@@ -141,7 +141,7 @@ class TrainDataset(Dataset):
         indices = self.stream.get_indices(batch.positions.cpu().numpy()).tolist()
         for index, percentages in zip(indices, (100 * targets).round().int(), strict=True):
             label = self._format_label(percentages)
-            descriptions.append((label, self.source.name(index), []))
+            descriptions.append((label, self.source.get_name(index), []))
         return descriptions
 
     def _format_label(self, percentages: torch.Tensor) -> str:
@@ -179,13 +179,13 @@ class TrainDataset(Dataset):
                 return self.transform(self._open_picture(neighbour)), neighbour
             except BrokenImage as error:
                 if distance == 0:  # a broken neighbour is reported when it is drawn itself
-                    broken.append(f"{self.source.name(index)}: {error}")
+                    broken.append(f"{self.source.get_name(index)}: {error}")
         return torch.zeros(self.transform.input_size, dtype=torch.uint8), index
 
     def _open_picture(self, index: int) -> Picture:
         if not self.cache:
-            return Picture(self.source.content(index))
-        return self.cache.get(index, lambda: Picture(self.source.content(index)))
+            return Picture(self.source.get_content(index))
+        return self.cache.get(index, lambda: Picture(self.source.get_content(index)))
 
 
 class EvalDataset(Dataset):
@@ -225,7 +225,7 @@ class EvalDataset(Dataset):
         )
 
     def __getitems__(self, indices: np.ndarray) -> Batch:
-        self.source.expect(indices)
+        self.source.prefetch(indices)
         images = []
         broken = []
         readable = torch.ones(len(indices), dtype=torch.bool)
@@ -234,7 +234,7 @@ class EvalDataset(Dataset):
             try:
                 image = self.cache.get(index, decode) if self.cache else decode()
             except BrokenImage as error:
-                broken.append(f"{self.source.name(index)}: {error}")
+                broken.append(f"{self.source.get_name(index)}: {error}")
                 image = torch.zeros(self.data_config["input_size"], dtype=torch.uint8)
                 readable[i] = False
             images.append(image)
@@ -248,7 +248,7 @@ class EvalDataset(Dataset):
 
     def _decode(self, index: int) -> torch.Tensor:
         """uint8[C, H, W]. Raises `BrokenImage`."""
-        content = self.source.content(index)
+        content = self.source.get_content(index)
         if isinstance(content, torch.Tensor):
             channels = [Image.fromarray(channel.numpy()) for channel in content]
             return torch.cat([self.transform(channel) for channel in channels])
@@ -274,4 +274,4 @@ def get_other_class_ids(source: Source) -> list[int]:
     """
     if source.model_classes is None or source.multi_label:
         return []
-    return source.model_classes.extra_ids
+    return source.model_classes.absent_ids

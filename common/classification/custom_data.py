@@ -64,10 +64,10 @@ class Items(Columns):
         contents = np.frombuffer(b"".join(digests), "<u8")
         return hash_source(self.classes, self.labels, np.append(contents, len(self)))
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         return f"{self.title}[{self.indices[index]}]"
 
-    def content(self, index: int) -> Content:
+    def get_content(self, index: int) -> Content:
         data_index = int(self.indices[index])
         with report_as_broken():
             content, _ = _check_item(self.title, data_index, self.data[data_index])
@@ -78,7 +78,7 @@ class Items(Columns):
 
     def _read_pixels(self, index: int) -> bytes:
         try:
-            content = self.content(index)
+            content = self.get_content(index)
             pixels = content.numpy() if hasattr(content, "numpy") else open_rgb(content)
             return pixels.tobytes()
         except BrokenImage:
@@ -90,14 +90,14 @@ def open_custom(
 ) -> DataSplits[Files | Items]:
     """A data set, or one for each split. Raises `Refused`."""
     datasets = dict(data) if isinstance(data, Mapping) else {"train": data}
-    labels = {name: name for name in datasets}
+    split_texts = {name: name for name in datasets}
     if len(datasets) == 1:
-        labels = {name: type(dataset).__name__ for name, dataset in datasets.items()}
+        split_texts = {name: type(dataset).__name__ for name, dataset in datasets.items()}
 
     def read(names: Sequence[str]) -> list[Files | Items]:
         return _read_all([datasets[name] for name in names], min_classes)
 
-    return DataSplits(labels, read)
+    return DataSplits(split_texts, read)
 
 
 def _read_all(datasets: Sequence[CustomDataset], min_classes: int) -> list[Files | Items]:

@@ -123,7 +123,7 @@ class Evaluation:
         """
         yield "image", *_COLUMNS
         for index, row in self._find_highest(self.scores[:, 1], 100):
-            image = self._data.image(index)
+            image = self._data.load_image(index)
             image.thumbnail((128, 128))
             yield image, *row
 
@@ -139,7 +139,7 @@ class Evaluation:
         predicted = self.predicted.numpy()[indices].astype(labels.dtype)
         scores, losses = self.scores.numpy()[indices].astype(float).round(7).T + 0.0  # no -0.0
         return zip(
-            map(self._data.listed_name, indices.tolist()),
+            map(self._data.get_listed_name, indices.tolist()),
             self._name_classes(labels),
             np.where(np.isnan(scores), "", self._name_classes(predicted)),
             scores.tolist(),

@@ -106,7 +106,7 @@ class MarginHead(SelfSharded):
         return blocks[self._first_class - first_block : end - first_block]
 
     @property
-    def looks_ahead(self) -> bool:
+    def needs_whole_step(self) -> bool:
         """True if a step needs the classes of all its samples; see `training.step.StepModule`."""
         return self.share < 1
 
@@ -122,7 +122,7 @@ class MarginHead(SelfSharded):
         self._max_samples = plan.micro_batch_sizes[0]  # of a micro-batch
         self._is_shared = world_size() > 1 and not is_trial
         self._rows: Tensor | None = None  # of the classes in this step; None: all of this rank
-        if not self.looks_ahead:
+        if not self.needs_whole_step:
             return
         labels = torch.cat([batch.labels for batch in batches])
         num_rows = len(self._class_ids)

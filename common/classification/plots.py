@@ -14,13 +14,13 @@ from common.run.plots import (
     GREEN,
     INK,
     Cell,
-    arrow,
     confusion,
-    evaluation_of,
+    describe_plot,
+    draw_cells,
+    format_arrow,
     new_figure,
     save,
-    sheet,
-    short,
+    shorten_name,
     title,
 )
 
@@ -35,8 +35,8 @@ def draw_mistakes(source: Source, mistakes: Sequence[tuple[int, Sequence]], path
     cells = []
     for index, (_, label, predicted, score, _) in mistakes:
         share = f"{score:.0%}".replace("%", " %")
-        cells.append(make_cell(source, index, f"{arrow(label, predicted)}\n{share}"))
-    sheet(cells, f"{evaluation_of(path)}: most confident mistakes (true → predicted)", path)
+        cells.append(make_cell(source, index, f"{format_arrow(label, predicted)}\n{share}"))
+    draw_cells(cells, f"{describe_plot(path)}: most confident mistakes (true → predicted)", path)
 
 
 def draw_reliability(calibration: Calibration, path: Path) -> None:
@@ -67,7 +67,7 @@ def draw_reliability(calibration: Calibration, path: Path) -> None:
         axis.set_major_formatter(PercentFormatter(1, 0, symbol=" %"))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left", fontsize=9, markerscale=0.5)
-    title(figure.suptitle, f"{evaluation_of(path)}: {headline}")
+    title(figure.suptitle, f"{describe_plot(path)}: {headline}")
     save(figure, path)
 
 
@@ -91,11 +91,13 @@ def draw_captioned(
     axes = figure.subplots()
     axes.set_axis_off()
     axes.imshow(np.asarray(image), interpolation="nearest" if longest < 100 else "antialiased")
-    lines = [f"{short(name, 40)} {score:.1%}".replace("%", " %") for name, score in predictions]
+    lines = [
+        f"{shorten_name(name, 40)} {score:.1%}".replace("%", " %") for name, score in predictions
+    ]
     axes.set_title("\n".join(lines) or "no class", fontsize=10, color=INK, parse_math=False)
     save(figure, path)
 
 
 def make_cell(source: Source, index: int, caption: str) -> Cell:
     """An image of a sheet, with its caption and name."""
-    return Cell(np.asarray(source.image(index)), caption, source.name(index))
+    return Cell(np.asarray(source.load_image(index)), caption, source.get_name(index))

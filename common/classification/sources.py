@@ -21,7 +21,7 @@ from common.data.huggingface import open_table
 from common.data.images import UNREAD_ADVICE, has_image_suffix, is_image_file
 from common.data.notes import Notes
 from common.data.source import Files, Source, encode_paths, refuse_broken
-from common.data.tables import Split, get_split_labels, read_tables
+from common.data.tables import Split, describe_splits, read_tables
 from common.errors import Refused
 from common.files import MEDIUM, get_file_sizes, has_run_folders, is_junk, read_text, walk
 
@@ -99,9 +99,9 @@ def load(
 def _load_shards(spec: Spec) -> tuple[Source, ...]:
     """The sources of shards. A collective. Raises `Refused`."""
     # Imported here, since most data are no shards.
-    from common.shards import open_parts, share_blocks
+    from common.shards import open_splits, share_blocks
 
-    parts = open_parts(spec)
+    parts = open_splits(spec)
     with data_spec.guard_reading(spec.data):
         sources = _read_sources(spec, parts)
     return share_blocks(sources, spec.shard_memory)
@@ -109,11 +109,11 @@ def _load_shards(spec: Spec) -> tuple[Source, ...]:
 
 def _read_sources(spec: Spec, parts: DataSplits) -> tuple[Any, ...]:
     """The splits that are used; one of them divided, if there is none to evaluate on. Raises `Refused`."""
-    subsets = spec.choose_subsets(parts.labels)
+    subsets = spec.choose_subsets(parts.split_texts)
     undivided = data_spec.read_splits(parts, subsets)
     for source in undivided.values():
         refuse_broken(spec.data, source, spec.max_broken_share)
-    return spec.divide(parts.labels, subsets, undivided)
+    return spec.divide(parts.split_texts, subsets, undivided)
 
 
 def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None) -> DataSplits:
@@ -142,7 +142,7 @@ def _open_table(spec: Spec, table: dict[str, Split]) -> DataSplits:
             spec.group_column,
         )
 
-    return DataSplits(get_split_labels(table), read)
+    return DataSplits(describe_splits(table), read)
 
 
 def _open_folder(spec: Spec) -> DataSplits:
@@ -159,15 +159,15 @@ def _open_folder(spec: Spec) -> DataSplits:
     notes: tuple[str, ...] = ()
     if runs:
         notes = (f"left out: runs of these recipes in {', '.join(runs)}/",)
-    labels = {}
+    split_texts = {}
     for name, folder in folders.items():
-        labels[name] = "the folder" if folder == root else f"{name}/"
+        split_texts[name] = "the folder" if folder == root else f"{name}/"
 
     def read(names: Sequence[str]) -> list[Files]:
         sources = _read_folders([folders[name] for name in names], spec.min_classes)
         return [replace(source, notes=source.notes + notes) for source in sources]
 
-    return DataSplits(labels, read)
+    return DataSplits(split_texts, read)
 
 
 # ---- folders

@@ -25,9 +25,9 @@ def option(
     check=None,
     heading="",
     required="",
-    decides=None,
+    defaults_from=None,
     origin=None,
-    weights_into="",
+    weights_field="",
     is_weights=False,
     is_recorded=False,
     is_common=False,
@@ -44,11 +44,11 @@ def option(
         check: check(value) returns what is wrong, as a text, or "" for a valid value.
         heading: title of the group in --help that begins with this field.
         required: an empty value is refused, with this advice.
-        decides: decides(value) returns defaults of other fields, which the weights that `value` names decide.
+        defaults_from: defaults_from(value) returns defaults of other fields, from the weights of `value`.
         origin: origin(value, recorded) returns the `Origin` of the weights. The configuration of
             their run replaces the defaults, as far as it is the run's identity, or of the fields
             `recorded`.
-        weights_into: of --eval_only, the field that gets an exported model, so that the recipe
+        weights_field: of --eval_only, the field that gets an exported model, so that the recipe
             builds it with its weights.
         is_weights: the field says which weights training begins with; with --eval_only it has its default.
         is_recorded: the field may change when a run resumes, but is recorded with its weights,

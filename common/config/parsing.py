@@ -48,7 +48,7 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
     """The configuration: defaults of `config_class`, overridden by `--config file.yaml`, overridden by flags.
 
     With `--eval_only`, the configuration of the run that made the weights replaces the defaults;
-    other fields may decide on defaults, too (`option(decides=...)`). Raises `Refused` for an
+    other fields may decide on defaults, too (`option(defaults_from=...)`). Raises `Refused` for an
     unknown flag or key, and for a value that is missing, of the wrong type or beyond its limits.
 
     Args:
@@ -78,8 +78,8 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
         value = getattr(config, field.name)
         if not value and field.metadata.get("required"):
             raise Refused(f"--{field.name} is missing: {field.metadata['required']}")
-        if value and field.metadata.get("decides"):
-            defaults = field.metadata["decides"](value)
+        if value and field.metadata.get("defaults_from"):
+            defaults = field.metadata["defaults_from"](value)
             decided_values = _parse_values(defaults, config_class, f"--{field.name} {value}: ")
             config = _check(config_class(**decided_values | flag_values))
     return config
@@ -104,8 +104,8 @@ def get_weight_fields(config: Any) -> list[str]:
     """The fields that say which weights a model is built with; `--eval_only` sets them."""
     fields = type(config).__dataclass_fields__
     names = get_fields_with(config, "is_weights")
-    for name in get_fields_with(config, "weights_into"):
-        names.append(fields[name].metadata["weights_into"])
+    for name in get_fields_with(config, "weights_field"):
+        names.append(fields[name].metadata["weights_field"])
     return names
 
 
@@ -117,7 +117,7 @@ def _set_weights(config: C, origin: Origin) -> C:
     """
     fields = type(config).__dataclass_fields__
     values = {name: fields[name].default for name in get_fields_with(config, "is_weights")}
-    target = fields["eval_only"].metadata.get("weights_into")
+    target = fields["eval_only"].metadata.get("weights_field")
     if target and not origin.is_state_dict:
         value = getattr(config, target)
         exported = origin.config.get(target)

@@ -40,7 +40,7 @@ S = TypeVar("S")  # a source: images with labels, or with boxes
 class DataSplits(Generic[S]):
     """Data in one of the formats: splits that are named, and not read yet."""
 
-    labels: Mapping[str, str]  # name of each split -> how messages call it
+    split_texts: Mapping[str, str]  # name of each split -> how messages call it
     # Names -> sources, all with the classes of the first. Raises `Refused`
     read: Callable[[Sequence[str]], list[S]]
 
@@ -49,8 +49,8 @@ class LoadedSplits(DataSplits[S]):
     """Splits that are sources already."""
 
     def __init__(self, sources: Mapping[str, Any]):
-        labels = {name: source.part for name, source in sources.items()}
-        super().__init__(labels, lambda names: [sources[name] for name in names])
+        split_texts = {name: source.split_text for name, source in sources.items()}
+        super().__init__(split_texts, lambda names: [sources[name] for name in names])
 
 
 @dataclass(frozen=True)
@@ -108,47 +108,49 @@ class DataSpec:
                 f"{flags[-1]}"
             )
 
-    def choose_subsets(self, labels: Mapping[str, str]) -> tuple[Subset, ...]:
+    def choose_subsets(self, split_texts: Mapping[str, str]) -> tuple[Subset, ...]:
         """The subsets to train on and to evaluate on; with `is_eval_only`, only the latter."""
         if self.is_eval_only:
-            return splits.choose_eval_subset(self.data, labels, self.split, self.is_training_data)
-        return splits.choose_subsets(self.data, labels, self.split)
+            return splits.choose_eval_subset(
+                self.data, split_texts, self.split, self.is_training_data
+            )
+        return splits.choose_subsets(self.data, split_texts, self.split)
 
     def divide(
-        self, labels: Mapping[str, str], subsets: Sequence[Subset], sources: Mapping[str, S]
+        self, split_texts: Mapping[str, str], subsets: Sequence[Subset], sources: Mapping[str, S]
     ) -> tuple[S, ...]:
         """The source of each subset, whose sides are chosen if a split is divided. Raises `Refused`.
 
         `seed`, each image's path or row, and the classes of boxes decide on the sides. A source's
-        `part` becomes `val/` or `20 % held out of train/`; that of the second one also names other
+        `split_text` becomes `val/` or `20 % held out of train/`; that of the second one also names other
         splits to evaluate on.
         """
         is_divided = any(subset.side != splits.WHOLE for subset in subsets)
         if self.group_column and not self.is_eval_only and not is_divided:
-            problem = f"nothing is held out, since {labels[subsets[-1].name]} is evaluated"
+            problem = f"nothing is held out, since {split_texts[subsets[-1].name]} is evaluated"
             raise Refused(f"--group_column {self.group_column}: {problem}; leave it out")
         result: list[Any] = []
         division: _Division | None = None
         for subset in subsets:
             source: Any = sources[subset.name]
-            part = labels[subset.name]
+            split_text = split_texts[subset.name]
             if subset.side != splits.WHOLE:
                 if division is None:
-                    division = self._hold_out(source, part)
+                    division = self._hold_out(source, split_text)
                 source = replace(source, notes=source.notes + division.notes)
                 source = source.select(division.indices[subset.side])
-                part = self._describe_side(part, subset.side)
+                split_text = self._describe_side(split_text, subset.side)
             elif result and subsets[0].name != subset.name:
-                notes = _find_shared_images(self.data, part, result[0], source)
+                notes = _find_shared_images(self.data, split_text, result[0], source)
                 source = replace(source, notes=source.notes + notes)
             if result:
-                part += _describe_unused(labels, subsets)
-            result.append(replace(source, part=part))
+                split_text += _describe_unused(split_texts, subsets)
+            result.append(replace(source, split_text=split_text))
         return tuple(result)
 
-    def _hold_out(self, source: Any, part: str) -> "_Division":
-        """The two sides of `source`, which messages call `part`. Raises `Refused`."""
-        groups, is_copy = self._find_groups(source, part)
+    def _hold_out(self, source: Any, split_text: str) -> "_Division":
+        """The two sides of `source`, which messages call `split_text`. Raises `Refused`."""
+        groups, is_copy = self._find_groups(source, split_text)
         hashes = source.hash_images(key_of(self.seed, "held out"))
         side = "the same side"
         try:
@@ -159,20 +161,20 @@ class DataSpec:
             train, val = splits.hold_out(hashes, source.strata, self.val_share)
             side = "any side, since few images are different"
         change = f"are copies, by path or bytes, of others on {side}"
-        notes = _note_images(part, is_copy, source, change)
+        notes = _note_images(split_text, is_copy, source, change)
         return _Division({splits.TRAIN_SIDE: train, splits.HELD_OUT: val}, notes)
 
-    def _describe_side(self, part: str, side: str) -> str:
-        """How messages call one side of `part`: `80 % of train/` or `20 % held out of train/`."""
+    def _describe_side(self, split_text: str, side: str) -> str:
+        """How messages call one side of `split_text`: `80 % of train/` or `20 % held out of train/`."""
         if side == splits.TRAIN_SIDE:
-            text = f"{100 * (1 - self.val_share):.3g} % of {part}"
+            text = f"{100 * (1 - self.val_share):.3g} % of {split_text}"
         else:
-            text = f"{100 * self.val_share:.3g} % held out of {part}"
+            text = f"{100 * self.val_share:.3g} % held out of {split_text}"
         if self.group_column:
             text += f" by {self.group_column}"
         return text
 
-    def _find_groups(self, source: Any, part: str) -> tuple[np.ndarray | None, np.ndarray]:
+    def _find_groups(self, source: Any, split_text: str) -> tuple[np.ndarray | None, np.ndarray]:
         """Groups int64[N] of images to hold out together, and bool[N], True for a copy of another image.
 
         They are groups of `group_column`, or of copies. Raises `Refused`.
@@ -185,7 +187,7 @@ class DataSpec:
             if images.groups is None:
                 advice = "take folder for files in folders, or data with such a column"
                 raise Refused(
-                    f"--group_column {self.group_column}: {part} has no such column; {advice}"
+                    f"--group_column {self.group_column}: {split_text} has no such column; {advice}"
                 )
             return images.groups, is_copy
         first_copies = find_copies(source)
@@ -200,19 +202,19 @@ class _Division(NamedTuple):
     notes: tuple[str, ...]
 
 
-def _describe_unused(labels: Mapping[str, str], subsets: Sequence[Subset]) -> str:
+def _describe_unused(split_texts: Mapping[str, str], subsets: Sequence[Subset]) -> str:
     """Which splits to evaluate on are in no subset, as the end of a text."""
     used = get_split_names(subsets)
     text = ""
-    for name, label in labels.items():
+    for name, label in split_texts.items():
         kind = get_split_kind(name)
         if kind in ("val", "test") and name not in used:
             text += f"; {label}: for --split {kind}"
     return text
 
 
-def _find_shared_images(data: str, part: str, train: Any, val: Any) -> tuple[str, ...]:
-    """A note if images of `val`, which messages call `part`, are in `train`, too.
+def _find_shared_images(data: str, split_text: str, train: Any, val: Any) -> tuple[str, ...]:
+    """A note if images of `val`, which messages call `split_text`, are in `train`, too.
 
     Raises `Refused` if most of them are.
     """
@@ -220,19 +222,23 @@ def _find_shared_images(data: str, part: str, train: Any, val: Any) -> tuple[str
     is_shared = np.isin(first_copies[len(train) :], first_copies[: len(train)])
     if not is_shared.any():
         return ()
-    notes = _note_images(part, is_shared, val, f"are in {train.part}, too, by path or bytes")
+    notes = _note_images(
+        split_text, is_shared, val, f"are in {train.split_text}, too, by path or bytes"
+    )
     if is_shared.mean() > 0.5:
         raise Refused(
-            f"--data {data}: {part}: {notes[0]}; evaluate others, or leave it out to hold out a "
+            f"--data {data}: {split_text}: {notes[0]}; evaluate others, or leave it out to hold out a "
             "share"
         )
     return notes
 
 
-def _note_images(part: str, is_counted: np.ndarray, source: Any, change: str) -> tuple[str, ...]:
+def _note_images(
+    split_text: str, is_counted: np.ndarray, source: Any, change: str
+) -> tuple[str, ...]:
     """A note about the images that `is_counted`, bool[N], says; `change` is what happens to them."""
-    notes = Notes(part, "images")
-    notes.change(change, source.name(int(is_counted.argmax())), is_counted.sum())
+    notes = Notes(split_text, "images")
+    notes.change(change, source.get_name(int(is_counted.argmax())), is_counted.sum())
     return notes.format_lines(len(source))
 
 
@@ -341,8 +347,8 @@ def describe_data(data: str, train, val) -> dict[str, str]:
     rows = {
         "data": f"{data}: {len(train):,} + {len(val):,} images of {len(train.classes):,} classes",
         "classes": _format_names(train.classes),
-        "trained on": train.part,
-        "evaluated": val.part,
+        "trained on": train.split_text,
+        "evaluated": val.split_text,
         "fingerprint": (
             f"{join_fingerprints(train, val)}, names, sizes and labels are the same on all ranks; "
             "pixels are not compared"
@@ -379,13 +385,13 @@ def _describe_counts(source) -> str:
 def _find_transparent(source) -> str:
     """The name of an image with transparent pixels, of a few that are opened; "" if none has any."""
     for index in sample_evenly(len(source)):
-        with suppress(BrokenImage), open_image(source.content(index)) as image:
+        with suppress(BrokenImage), open_image(source.get_content(index)) as image:
             # A header tells most images without transparency; the pixels of the others are decoded.
             if not image.has_transparency_data:
                 continue
             alpha_extrema = image.convert("RGBA").getextrema()[3]  # type: ignore[misc]
             if alpha_extrema != (255, 255):
-                return source.name(index)
+                return source.get_name(index)
     return ""
 
 

@@ -36,10 +36,10 @@ class Digits(Columns):
     def fingerprint(self) -> str:
         return hash_source(self.classes, self.labels, self.pixels)
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         return f"digits[{self.rows[index]}]"
 
-    def content(self, index: int) -> Image.Image:
+    def get_content(self, index: int) -> Image.Image:
         return Image.fromarray(self.pixels[index])
 
 
@@ -54,8 +54,8 @@ def load_digits() -> tuple[Digits, Digits]:
     )
     train, val = hold_out(mix(indices, key_of("digits")), labels, share=0.2)
     return (
-        replace(digits.select(train), part="all but the fixed fifth"),
-        replace(digits.select(val), part="a fixed fifth, held out"),
+        replace(digits.select(train), split_text="all but the fixed fifth"),
+        replace(digits.select(val), split_text="a fixed fifth, held out"),
     )
 
 

@@ -65,12 +65,12 @@ def _hash_image(sources: tuple[Any, ...], index: int) -> bytes:
             break
         index -= len(source)
     try:
-        content = source.content(index)
+        content = source.get_content(index)
         if isinstance(content, str):
             content = read_file(content)
         return hashlib.blake2b(content, digest_size=16).digest()
     except BrokenImage:
-        return source.name(index).encode()
+        return source.get_name(index).encode()
 
 
 # ---- of a dry run
@@ -126,11 +126,11 @@ def _read_thumbnails(
     def read_thumbnail(item: _Item) -> None:
         source = sources[item.source]
         try:
-            grey = source.image(item.image_index).convert("L")
+            grey = source.load_image(item.image_index).convert("L")
             thumbnail = grey.resize((_SIDE, _SIDE), Image.Resampling.BOX)
             thumbnails[item] = np.asarray(thumbnail, np.float32)
         except BrokenImage as error:
-            errors[item] = f"{source.name(item.image_index)}: {error}"
+            errors[item] = f"{source.get_name(item.image_index)}: {error}"
 
     with ThreadPoolExecutor(count_cores()) as pool:
         list(pool.map(read_thumbnail, items))
@@ -150,8 +150,8 @@ def _describe_pairs(sources: tuple[Any, Any], pairs: list[tuple[_Item, _Item]]) 
             continue
         names = []
         for first, second in related[:_MAX_NAMED_PAIRS]:
-            first_name = sources[first.source].name(first.image_index)
-            second_name = sources[second.source].name(second.image_index)
+            first_name = sources[first.source].get_name(first.image_index)
+            second_name = sources[second.source].get_name(second.image_index)
             names.append(f"{first_name} ~ {second_name}")
         if len(related) > _MAX_NAMED_PAIRS:
             names.append("...")

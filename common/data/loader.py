@@ -109,8 +109,8 @@ def prefetch_images(source: Any, stream: Stream, positions: np.ndarray) -> None:
     # Until this process makes its next batch, or the one after it.
     num_steps = worker.num_workers if worker else 1
     next_positions = positions + num_steps * stream.global_batch_size
-    source.expect(stream.get_indices(positions))
-    source.expect(stream.get_indices(next_positions))
+    source.prefetch(stream.get_indices(positions))
+    source.prefetch(stream.get_indices(next_positions))
 
 
 class _Loader(DataLoader):

@@ -32,7 +32,7 @@ class ModelClasses:
     ids: tuple[int, ...]  # the model's class id of each class of the data
 
     @property
-    def extra_ids(self) -> list[int]:
+    def absent_ids(self) -> list[int]:
         """The model's class ids that the data do not have."""
         return sorted(set(range(len(self.names))) - set(self.ids))
 
@@ -42,7 +42,9 @@ class ImageList(Protocol):
 
     classes: tuple[str, ...]  # names by class id
     notes: tuple[str, ...]  # for people: how the data were read
-    part: str  # which split of the data it is, for people: "val/" or "20 % held out of train/"
+    split_text: (
+        str  # which split of the data it is, for people: "val/" or "20 % held out of train/"
+    )
     model_classes: ModelClasses | None = None  # with --eval_only, those of the evaluated model
     # True if each position of the stream has a new image instead of one of the list.
     fresh: bool = False
@@ -54,15 +56,15 @@ class ImageList(Protocol):
         """Hex; equal for the same list of images (names, sizes) with the same labels and classes."""
         raise NotImplementedError
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         """The image's name for people, such as its path or `digits[17]`."""
         raise NotImplementedError
 
-    def listed_name(self, index: int) -> str:
-        """The name for a list of all images: unlike `name`, it reads nothing from shards."""
-        return self.name(index)
+    def get_listed_name(self, index: int) -> str:
+        """The name for a list of all images: unlike `get_name`, it reads nothing from shards."""
+        return self.get_name(index)
 
-    def content(self, index: int) -> Content:
+    def get_content(self, index: int) -> Content:
         """Path or bytes of the image's file, or the image. Raises `BrokenImage` if there is none."""
         raise NotImplementedError
 
@@ -71,7 +73,7 @@ class ImageList(Protocol):
         """Neighbours that are read together, if their order matters for the pace."""
         return None
 
-    def expect(self, indices: np.ndarray) -> None:
+    def prefetch(self, indices: np.ndarray) -> None:
         """These images will be asked for soon."""
         return
 
@@ -88,9 +90,9 @@ class Source(ImageList, Protocol):
 
     labels: np.ndarray  # int64[N] class ids, or bool[N, C] if an image may show several classes
 
-    def image(self, index: int) -> Image.Image:
+    def load_image(self, index: int) -> Image.Image:
         """The image, RGB and upright. Raises `images.BrokenImage` if it can't be decoded."""
-        return open_rgb(self.content(index))
+        return open_rgb(self.get_content(index))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -126,7 +128,7 @@ class Columns(Source):
 
     labels: np.ndarray
     classes: tuple[str, ...]
-    part: str = ""
+    split_text: str = ""
     notes: tuple[str, ...] = ()
     model_classes: ModelClasses | None = None
     # int64[N], equal for images with the same value of --group_column; None without that column.
@@ -156,10 +158,10 @@ class Files(Columns):
     def fingerprint(self) -> str:
         return hash_source(self.classes, self.labels, self.sizes, self.paths)
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         return format_path(self.root, self.paths, index)
 
-    def content(self, index: int) -> str:
+    def get_content(self, index: int) -> str:
         return join_path(self.root, self.paths, index)
 
     def list_files(self) -> tuple[pa.LargeBinaryArray, np.ndarray]:
@@ -188,10 +190,10 @@ def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
     missing = source.missing
     if not num_images:
         raise Refused(
-            f"--data {data}: a part of it has no images; add some, or name another part by --split"
+            f"--data {data}: a split of it has no images; add some, or name another by --split"
         )
     if len(missing) > max_broken_share * num_images or len(missing) == num_images:
-        first = source.name(missing[0])
+        first = source.get_name(missing[0])
         problem = f"{len(missing):,} of {num_images:,} images are missing, the first is {first}"
         raise Refused(
             f"--data {data}: {problem}{_find_similar_path(first)}; the limit is "
@@ -201,10 +203,10 @@ def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
     reasons = []
     for index in indices:
         try:
-            with open_image(source.content(index)):
+            with open_image(source.get_content(index)):
                 return
         except BrokenImage as error:
-            reasons.append(f"{source.name(index)}: {error}")
+            reasons.append(f"{source.get_name(index)}: {error}")
     problem = f"none of {len(indices)} images tried, all over its {num_images:,}, can be read"
     raise Refused(f"--data {data}: {problem}, such as {reasons[0]}")
 

@@ -93,22 +93,24 @@ def _find_kind_in_path(path: Sequence[str]) -> str:
     return "train"
 
 
-def choose_subsets(data: str, labels: Mapping[str, str], split: str) -> tuple[Subset, Subset]:
+def choose_subsets(data: str, split_texts: Mapping[str, str], split: str) -> tuple[Subset, Subset]:
     """The subsets to train on and to evaluate on: the split `split`, by default the validation split.
 
-    `labels` maps the name of each split to how messages call it. If there is no validation split, a
+    `split_texts` maps the name of each split to how messages call it. If there is no validation split, a
     share of the training split is held out. A test split is evaluated only if `split` says so:
     results on data that chose the model would be too good. If a test split is evaluated, a split
     called trainval is trained on, if there is one. Raises `Refused`.
     """
-    eval_name = _find_split(data, labels, split)
+    eval_name = _find_split(data, split_texts, split)
     train_kinds = ["train", "trainval"]
     if eval_name and get_split_kind(eval_name) != "val":
         train_kinds.reverse()
-    train_name = _find_only_split(data, labels, train_kinds)
+    train_name = _find_only_split(data, split_texts, train_kinds)
     if train_name is None:
         advice = "rename one to train, or give a folder or file alone"
-        raise Refused(f"--data {data}: no part to train on, only {', '.join(labels)}; {advice}")
+        raise Refused(
+            f"--data {data}: no split to train on, only {', '.join(split_texts)}; {advice}"
+        )
     if eval_name:
         kinds = (get_split_kind(train_name), get_split_kind(eval_name))
         if kinds != ("trainval", "val"):
@@ -117,26 +119,26 @@ def choose_subsets(data: str, labels: Mapping[str, str], split: str) -> tuple[Su
 
 
 def choose_eval_subset(
-    data: str, labels: Mapping[str, str], split: str, is_training_data: bool
+    data: str, split_texts: Mapping[str, str], split: str, is_training_data: bool
 ) -> tuple[Subset]:
     """The subset to evaluate a trained model on: `split`, by default val, else test, else the only split.
 
     With `is_training_data` the model was trained on these data, of which a share was held out: then
     only that share is evaluated. Raises `Refused`.
     """
-    if len(labels) == 1 and (split == "all" or (split == "" and not is_training_data)):
-        return (Subset(next(iter(labels))),)
-    name = _find_split(data, labels, split)
-    train_name = _find_only_split(data, labels, ["train", "trainval"])
+    if len(split_texts) == 1 and (split == "all" or (split == "" and not is_training_data)):
+        return (Subset(next(iter(split_texts))),)
+    name = _find_split(data, split_texts, split)
+    train_name = _find_only_split(data, split_texts, ["train", "trainval"])
     if name is None and (split or is_training_data) and train_name:
         return (Subset(train_name, HELD_OUT),)
     if name is None:
-        name = _find_only_split(data, labels, ["test"])
+        name = _find_only_split(data, split_texts, ["test"])
     if name is None:
         raise Refused(
-            f"--data {data}: no part to validate on; name one by --split: {', '.join(labels)}"
+            f"--data {data}: no split to validate on; name one by --split: {', '.join(split_texts)}"
         )
-    has_val = any(get_split_kind(label) == "val" for label in labels)
+    has_val = any(get_split_kind(label) == "val" for label in split_texts)
     if is_training_data and name == train_name and not has_val:
         return (Subset(name, TRAIN_SIDE),)
     return (Subset(name),)
@@ -159,7 +161,7 @@ def hold_out(
     """
     if not 0 < share < 1:
         raise Refused(
-            f"--val_share {share}: must lie between 0 and 1, since the data has no part to "
+            f"--val_share {share}: must lie between 0 and 1, since the data has no split to "
             "evaluate on"
         )
     in_groups = ""
@@ -168,7 +170,7 @@ def hold_out(
         hashes = _hash_groups(hashes, groups, group_sizes)
         in_groups = f" in {len(group_sizes):,} groups"
     if strata.ndim == 2:
-        is_held_out = _stratify(hashes, strata, share)
+        is_held_out = _hold_out_objects(hashes, strata, share)
         num_images = f"{len(hashes)} images"
     else:
         counts = np.bincount(strata)
@@ -201,7 +203,7 @@ def _rank_in_strata(hashes: np.ndarray, strata: np.ndarray, counts: np.ndarray) 
     return ranks
 
 
-def _stratify(hashes: np.ndarray, objects: np.ndarray, share: float) -> np.ndarray:
+def _hold_out_objects(hashes: np.ndarray, objects: np.ndarray, share: float) -> np.ndarray:
     """bool[N] images to hold out, so that each class has its share of `objects`, int64[M, 2] image and class.
 
     Images with equal `hashes` uint64[N] are on the same side. This is iterative stratification
@@ -271,35 +273,35 @@ def _hold_out_groups(
 
 def describe_eval_data(data: str, source) -> str:
     """One line about the evaluated images: `flowers: test/, 72 images of 5 classes`."""
-    return f"{data}: {source.part}, {len(source):,} images of {len(source.classes)} classes"
+    return f"{data}: {source.split_text}, {len(source):,} images of {len(source.classes)} classes"
 
 
-def _find_split(data: str, labels: Mapping[str, str], split: str) -> str | None:
+def _find_split(data: str, split_texts: Mapping[str, str], split: str) -> str | None:
     """The split that `split` names or is a kind of. Only without `split`, or for val, it may be None."""
-    if split in labels:
+    if split in split_texts:
         return split
-    same_names = [name for name in labels if name.casefold() == split.casefold()]
+    same_names = [name for name in split_texts if name.casefold() == split.casefold()]
     if len(same_names) == 1:
         return same_names[0]
     kind = get_split_kind(split) if split else "val"
-    name = _find_only_split(data, labels, [kind]) if kind else None
+    name = _find_only_split(data, split_texts, [kind]) if kind else None
     if name is None and kind != "val":
         raise Refused(
-            f"--split {split}: --data {data} has no such part; there is {', '.join(labels)}"
+            f"--split {split}: --data {data} has no such split; there is {', '.join(split_texts)}"
         )
     return name
 
 
-def _find_only_split(data: str, labels: Mapping[str, str], kinds: Sequence[str]) -> str | None:
+def _find_only_split(data: str, split_texts: Mapping[str, str], kinds: Sequence[str]) -> str | None:
     """The split of the first of `kinds` that there is; None without one. Raises `Refused` for several."""
     for kind in kinds:
-        names = [name for name in labels if get_split_kind(name) == kind]
+        names = [name for name in split_texts if get_split_kind(name) == kind]
         if len(names) > 1:
-            candidates = " and ".join(labels[name] for name in names)
+            candidates = " and ".join(split_texts[name] for name in names)
             advice = "keep one of them there"
             if kind in ("val", "test"):
                 advice = "keep one, or name it by --split"
-            raise Refused(f"--data {data}: {candidates} could each be the part {kind}; {advice}")
+            raise Refused(f"--data {data}: {candidates} could each be the split {kind}; {advice}")
         if names:
             return names[0]
     return None

@@ -15,13 +15,13 @@ import numpy as np
 
 from common.data.batch_plan import ceil_div
 from common.errors import Refused
-from common.randomness import key_of, mix, uniforms
+from common.randomness import key_of, mix, sample_uniform
 
 _U64 = np.uint64
 _NUM_ROUNDS = (
     8  # of the Feistel network: at 4 a chi-square test still sees structure, at 8 it does not
 )
-_BLOCK_SIZE = 1024  # positions, for which a permutation takes little longer than for a few
+_CHUNK_SIZE = 1024  # positions, for which a permutation takes little longer than for a few
 _MAX_LANES = 60  # shared by 2 to 6, 10, 12 or 15 machines without a remainder
 
 
@@ -54,10 +54,10 @@ def permute(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=4)
-def _permute_block(block: int, size: int, seed: int, epoch: int) -> np.ndarray:
-    """`permute` for the positions `[block * _BLOCK_SIZE, (block + 1) * _BLOCK_SIZE)`."""
-    start = block * _BLOCK_SIZE
-    stop = min(size, start + _BLOCK_SIZE)
+def _permute_chunk(chunk: int, size: int, seed: int, epoch: int) -> np.ndarray:
+    """`permute` for the positions `[chunk * _CHUNK_SIZE, (chunk + 1) * _CHUNK_SIZE)`."""
+    start = chunk * _CHUNK_SIZE
+    stop = min(size, start + _CHUNK_SIZE)
     return permute(np.arange(start, stop), size, seed, epoch)
 
 
@@ -105,7 +105,7 @@ class Blocks:
         """The blocks of these samples alone, in ascending order; some blocks may be empty."""
         return replace(self, edges=np.searchsorted(indices, self.edges))
 
-    def shuffle(self, positions: np.ndarray, seed: int, epoch: int, batch_size: int) -> np.ndarray:
+    def permute(self, positions: np.ndarray, seed: int, epoch: int, batch_size: int) -> np.ndarray:
         """The samples at `positions` of an epoch, of batches of `batch_size`: int64[n] -> int64[n]."""
         num_blocks = len(self.edges) - 1
         size = int(self.edges[-1])
@@ -171,7 +171,7 @@ class Stream:
     sample: each sample is drawn its expected number of times, rounded down or up. Source:
     Carpenter, Clifford & Fearnhead, 1999.
 
-    With `blocks` the order of an epoch is that of `Blocks.shuffle`. With `min_epoch_steps` an epoch of fewer
+    With `blocks` the order of an epoch is that of `Blocks.permute`. With `min_epoch_steps` an epoch of fewer
     steps counts as that many, wherever lengths are in epochs. Raises `Refused` for an empty data
     set and a batch that does not divide into its copies.
     """
@@ -222,19 +222,19 @@ class Stream:
 
     def _get_epoch_indices(self, positions: np.ndarray, epoch: int) -> np.ndarray:
         """The samples at `positions` of an epoch, each in `[0, size)`: int64[n] -> int64[n]."""
-        first_block = int(positions.min()) // _BLOCK_SIZE
-        last_block = int(positions.max()) // _BLOCK_SIZE
+        first_chunk = int(positions.min()) // _CHUNK_SIZE
+        last_chunk = int(positions.max()) // _CHUNK_SIZE
         if self.blocks:
             num_distinct = self.global_batch_size // self.repeats
-            shuffled = self.blocks.shuffle(positions, self.seed, epoch, num_distinct)
-        elif first_block == last_block:  # small batches share a block
-            block = _permute_block(first_block, self.size, self.seed, epoch)
-            shuffled = block[positions - first_block * _BLOCK_SIZE]
+            shuffled = self.blocks.permute(positions, self.seed, epoch, num_distinct)
+        elif first_chunk == last_chunk:  # small batches share a chunk
+            chunk = _permute_chunk(first_chunk, self.size, self.seed, epoch)
+            shuffled = chunk[positions - first_chunk * _CHUNK_SIZE]
         else:
             shuffled = permute(positions, self.size, self.seed, epoch)
         if self.weights is None:
             return shuffled
-        offset = uniforms(np.zeros(1, np.int64), key_of("weighted", self.seed, epoch))[0]
+        offset = sample_uniform(np.zeros(1, np.int64), key_of("weighted", self.seed, epoch))[0]
         quantiles = (shuffled + offset) / self.size
         indices = np.searchsorted(self._cumulative_weights, quantiles, side="right")
         return indices.clip(max=self.size - 1)

@@ -121,7 +121,7 @@ class Split:
         return pc.binary_join_element_wise(start, ids, suffix, "")
 
 
-def get_split_labels(splits: dict[str, Split]) -> dict[str, str]:
+def describe_splits(splits: dict[str, Split]) -> dict[str, str]:
     """How messages call the splits: {name: label}."""
     if len(splits) == 1:
         (name,) = splits
@@ -246,14 +246,14 @@ class Table(Columns):
     # int64[N] bytes of files, -1 for a missing one; None if the table has bytes.
     sizes: np.ndarray | None = None
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         if self.sizes is not None:
             path = self._read_cell(index)
             if isinstance(path, str):
                 return make_printable(os.path.join(self.folder, path))
         return f"{self.title}[{self.rows[index]}]"
 
-    def content(self, index: int) -> str | bytes:
+    def get_content(self, index: int) -> str | bytes:
         cell = self._read_cell(index)
         if cell is None:
             raise BrokenImage("the row has no image")

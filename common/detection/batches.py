@@ -121,8 +121,8 @@ class TrainDataset(Dataset):
     cache: Cache | None = None
     table_rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the flags
 
-    unit = 1  # see `training.step.TrainDataset`
-    few_shapes = False
+    unit_size = 1  # see `training.step.TrainDataset`
+    has_few_shapes = False
 
     @classmethod
     def from_config(
@@ -216,7 +216,7 @@ class TrainDataset(Dataset):
             names = [self.source.classes[label] for label in target["labels"].tolist()]
             boxes = list(zip(target["boxes"].tolist(), names, strict=True))
             noun = "object" if len(boxes) == 1 else "objects"
-            descriptions.append((f"{len(boxes)} {noun}", self.source.name(index), boxes))
+            descriptions.append((f"{len(boxes)} {noun}", self.source.get_name(index), boxes))
         return descriptions
 
     def _count_max_boxes(self, num_samples: int) -> np.ndarray:
@@ -290,7 +290,7 @@ class TrainDataset(Dataset):
                 masks=masks,
                 size=np.array([width, height]),
             )
-            return sample, f"{self.source.name(draw.index)}: {error}"
+            return sample, f"{self.source.get_name(draw.index)}: {error}"
 
 
 class EvalDataset(Dataset):
@@ -346,7 +346,7 @@ class EvalDataset(Dataset):
             try:  # whole images are large: one at a time
                 image = self.cache.get(index, decode) if self.cache else decode()
             except BrokenImage as error:
-                broken.append(f"{self.source.name(index)}: {error}")
+                broken.append(f"{self.source.get_name(index)}: {error}")
                 image = create_canvas(width, height, (0, 0, 0))
             samples.append(empty_sample(1, 1, self.fill, has_masks=False)._replace(image=image))
         canvas = _fit_canvas(sizes, self.stride)
@@ -372,7 +372,7 @@ def _describe_small(title: str, source: Annotated, augmentation: BoxAugmentation
     corners = source.boxes * np.tile(scales, 2)
     is_small = (corners[:, 2:] - corners[:, :2] < MIN_SIDE).any(axis=1)
     notes = Notes(title, "objects")
-    first = source.name(int(owners[is_small].min(initial=0)))
+    first = source.get_name(int(owners[is_small].min(initial=0)))
     notes.leave_out(f"below {MIN_SIDE:g} pixel after resizing", first, is_small.sum())
     return "".join(notes.format_lines(len(owners), "raise --short_sides and --long_side"))
 

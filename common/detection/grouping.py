@@ -8,7 +8,7 @@ import numpy as np
 from common.data.stream import Stream
 from common.detection.data.annotated import Annotated
 from common.errors import Refused
-from common.randomness import key_of, uniforms
+from common.randomness import key_of, sample_uniform
 
 
 def build_stream(config: Any, source: Annotated) -> Stream:
@@ -83,7 +83,7 @@ class GroupedStream(Stream):
             epoch_indices = indices[slots]
             by_aspect = np.argsort(self.aspects[epoch_indices], kind="stable")
             # The same for all of a batch.
-            draws = uniforms(batches[slots], key_of(self.seed, "grouping"))
+            draws = sample_uniform(batches[slots], key_of(self.seed, "grouping"))
             slots_by_draw = slots[np.argsort(draws, kind="stable")]
             result[slots_by_draw] = epoch_indices[by_aspect]
         return result

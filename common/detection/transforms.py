@@ -26,7 +26,7 @@ from common.detection.samples import (
     remove_empty_masks,
 )
 from common.errors import Refused
-from common.randomness import key_of, mix, seed_generators, uniforms
+from common.randomness import key_of, mix, sample_uniform, seed_generators
 
 MIN_SIDE = 1.0  # pixels: a box that gets smaller than this on a side is left out
 # Share of a box: an object that is cut to less than this is left out; a crowd region is not.
@@ -61,7 +61,7 @@ class BoxAugmentation:
         """float64[n, 2]: factors of the sides of whole images with `sizes` int[n, 2] (width, height)."""
         short_sides = np.array(self.short_sides)
         if len(short_sides) > 1:
-            draws = uniforms(positions // self.alike, key_of(self.seed, "short side"))
+            draws = sample_uniform(positions // self.alike, key_of(self.seed, "short side"))
             short_sides = short_sides[(draws * len(short_sides)).astype(int)]
         if self.square:
             return short_sides.reshape(-1, 1) / sizes
@@ -210,7 +210,7 @@ class BoxAugmentation:
         probability = getattr(self, name)
         if not probability or not self._is_strong(position):
             return False
-        draw = uniforms(np.array([position]), key_of(self.seed, name))[0]
+        draw = sample_uniform(np.array([position]), key_of(self.seed, name))[0]
         return bool(draw < probability)
 
     def _should_apply(self, probability: float, position: int) -> bool:

@@ -21,12 +21,12 @@ def set_deterministic(deterministic: bool) -> None:
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
 
-def set_benchmark(few_shapes: bool) -> None:
+def set_benchmark(has_few_shapes: bool) -> None:
     """For few different shapes, let cuDNN try its algorithms and keep the fastest.
 
     That may be another one at each start.
     """
-    torch.backends.cudnn.benchmark = few_shapes
+    torch.backends.cudnn.benchmark = has_few_shapes
     if torch.are_deterministic_algorithms_enabled():
         torch.backends.cudnn.benchmark = False
 

@@ -1,4 +1,4 @@
-"""`--eval_only`: chooses the weights and the part of the data to evaluate, matches their classes by
+"""`--eval_only`: chooses the weights and the split of the data to evaluate, matches their classes by
 name, writes a report.
 
 The report is a folder, `evaluation/WEIGHTS-PART/` in the run folder of the weights, such as
@@ -86,8 +86,8 @@ def choose_report_folder(config: Any, origin: Origin, val: Source) -> Path:
     if origin.run and (run / "config.yaml").is_file() and os.access(run, os.W_OK):
         run_settings = origin.config | {"eval_only": config.eval_only, "split": config.split}
         parent = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
-    split = Path(val.part.removeprefix("split ")).stem
-    if re.search("held.out", val.part):
+    split = Path(val.split_text.removeprefix("split ")).stem
+    if re.search("held.out", val.split_text):
         split = "held_out"
     name = f"{_make_file_name(weights.name)}-{_make_file_name(split)}"
     settings = get_identity(config) | _get_run_settings(config, origin)
@@ -118,7 +118,7 @@ def report(config: Any, origin: Origin, val: Source, results: dict, evaluation: 
         "recipe": origin.run.get("recipe"),
         "step": origin.run.get("step"),
         "data": config.data,
-        "part": val.part,
+        "part": val.split_text,
         "fingerprint": val.fingerprint,
         "images": len(val),
         "classes": len(val.classes),

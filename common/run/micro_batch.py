@@ -61,14 +61,14 @@ def halve(plan: BatchPlan, why: str = "") -> BatchPlan:
             "take --batch_norm group, a smaller model or smaller images, more processes, or a "
             f"bf16 file of accelerate_configs/{why}"
         )
-    if size == plan.unit:
+    if size == plan.unit_size:
         raise Refused(
             f"not even micro-batches of {size} fit into memory: take a smaller model or smaller "
             "images, a bf16 file of accelerate_configs/ (fsdp_bf16.yaml: shards of the model), "
             f"or --grad_checkpointing where the recipe has it{why}"
         )
-    half = size // 2 // plan.unit * plan.unit
-    return dataclasses.replace(plan, max_micro_batch_size=max(plan.unit, half))
+    half = size // 2 // plan.unit_size * plan.unit_size
+    return dataclasses.replace(plan, max_micro_batch_size=max(plan.unit_size, half))
 
 
 def save_limit(run: Path, plan: BatchPlan, device: torch.device) -> None:

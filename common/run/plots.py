@@ -185,7 +185,7 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str
     axes.set(xlabel="predicted", ylabel="true")
     axes.spines[:].set_color(PALE)
     if has_names:
-        names = [short(name, 18) for name in class_names]
+        names = [shorten_name(name, 18) for name in class_names]
         style: dict = {"fontsize": 10 if has_counts else 7, "parse_math": False}
         is_upright = max(map(len, names)) <= 30 // num_classes + 1
         axes.set_xticks(range(num_classes), names, rotation=0 if is_upright else 90, **style)
@@ -196,7 +196,7 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str
     else:
         text = _list_most_confused(counts, class_names)
         figure.text(0.5, -0.01, text, va="top", ha="center", fontsize=9, parse_math=False)
-    title(axes.set_title, f"{evaluation_of(path)}: {headline or _describe_accuracy(counts)}")
+    title(axes.set_title, f"{describe_plot(path)}: {headline or _describe_accuracy(counts)}")
     save(figure, path)
 
 
@@ -243,12 +243,12 @@ def draw_evaluation(evaluation: Any, pictures: Any, say: Callable[[str], None]) 
         say(f"the pictures of the evaluation could not be drawn: {type(error).__name__}: {error}")
 
 
-def run_of(path: Path) -> str:
+def get_run_name(path: Path) -> str:
     """The run's name, from the path of a plot: `runs/<name>/pictures/...`."""
     return Path(path).resolve().parent.parent.name
 
 
-def evaluation_of(path: Path) -> str:
+def describe_plot(path: Path) -> str:
     """What a plot of an evaluation shows, from its path: "NAME, last evaluation" in the run folder NAME.
 
     In a report of `--eval_only`, `NAME/evaluation/best-test/` or its draft, it is "NAME, best-test".
@@ -256,10 +256,10 @@ def evaluation_of(path: Path) -> str:
     folder = Path(path).resolve().parent.parent
     if folder.parent.name == "evaluation":
         return f"{folder.parent.parent.name}, {folder.name.removeprefix('.').removesuffix('.new')}"
-    return f"{run_of(path)}, last evaluation"
+    return f"{get_run_name(path)}, last evaluation"
 
 
-def breadth(text: str) -> float:
+def measure_breadth(text: str) -> float:
     """Width of a text in average Latin letters.
 
     Chinese, Japanese and Korean letters are nearly twice as wide.
@@ -278,7 +278,7 @@ class Cell(NamedTuple):
     boxes: Sequence[tuple[Sequence[float], str, str]] = ()
 
 
-def sheet(cells: Sequence[Cell], headline: str, path: Path) -> None:
+def draw_cells(cells: Sequence[Cell], headline: str, path: Path) -> None:
     """Draw images in rows of six, each in a square of the same size."""
     num_columns = min(6, max(len(cells), 3))
     num_rows = max(1, math.ceil(len(cells) / num_columns))
@@ -309,10 +309,10 @@ def _draw_cell(axes: "Axes", cell: Cell) -> None:
         xlim=(center_x - half_side, center_x + half_side),
         ylim=(center_y + half_side, center_y - half_side),
     )
-    boxes = [(corners, short(text, 14), colour) for corners, text, colour in cell.boxes]
+    boxes = [(corners, shorten_name(text, 14), colour) for corners, text, colour in cell.boxes]
     mark(axes, boxes, 5.5)
     axes.set_title(cell.caption, fontsize=9, color=INK, parse_math=False)
-    name = short(cell.footnote, 32, path=True)
+    name = shorten_name(cell.footnote, 32, path=True)
     below: dict = {"ha": "center", "va": "top", "transform": axes.transAxes}
     axes.text(0.5, -0.02, name, fontsize=6, color=GREY, parse_math=False, **below)
 
@@ -363,15 +363,15 @@ def first_batch(
         values.append(images.cpu().numpy().ravel())
         pixels = to_pixels(images, normalization)
         for image, (caption, name, boxes) in zip(pixels, descriptions, strict=True):
-            caption = "\n".join(short(line, 21) for line in caption.splitlines())
+            caption = "\n".join(shorten_name(line, 21) for line in caption.splitlines())
             orange_boxes = [(corners, label, ORANGE) for corners, label in boxes]
             cells.append(Cell(image, caption, name, orange_boxes))
     inputs = np.concatenate(values)
     headline = (
-        f"{run_of(path)}: {len(cells)} of the first {size:,} samples as the model sees them (mean "
+        f"{get_run_name(path)}: {len(cells)} of the first {size:,} samples as the model sees them (mean "
         f"{inputs.mean():.2f}, standard deviation {inputs.std():.2f})"
     )
-    sheet(cells, headline, path)
+    draw_cells(cells, headline, path)
 
 
 def to_pixels(images: "Tensor", normalization: Mapping) -> np.ndarray:
@@ -392,27 +392,27 @@ def to_pixels(images: "Tensor", normalization: Mapping) -> np.ndarray:
     return pixels.transpose(0, 2, 3, 1)[..., np.arange(3) % pixels.shape[1]]
 
 
-def arrow(name: str, target: str) -> str:
+def format_arrow(name: str, target: str) -> str:
     """The caption `name → target`, on two lines if it is long."""
-    name = short(name, 19)
-    target = short(target, 19)
-    separator = " → " if breadth(name + target) <= 17 else "\n→ "
+    name = shorten_name(name, 19)
+    target = shorten_name(target, 19)
+    separator = " → " if measure_breadth(name + target) <= 17 else "\n→ "
     return name + separator + target
 
 
-def short(name: Any, limit: int, path: bool = False) -> str:
+def shorten_name(name: Any, limit: int, path: bool = False) -> str:
     """A name in one line, shortened to the width of `limit` letters.
 
     Both ends of a name are kept, the end of a path.
     """
     name = " ".join(str(name).split())
-    if breadth(name) <= limit:
+    if measure_breadth(name) <= limit:
         return name
     middle = 0 if path else len(name) // 2
     head = name[:middle]
     tail = name[middle:]
-    while breadth(head + tail) > limit - 1:  # the ellipsis takes one
-        if breadth(head) > breadth(tail):
+    while measure_breadth(head + tail) > limit - 1:  # the ellipsis takes one
+        if measure_breadth(head) > measure_breadth(tail):
             head = head[:-1]
         else:
             tail = tail[1:]
@@ -501,7 +501,7 @@ def _list_most_confused(counts: np.ndarray, class_names: Sequence[str], limit: i
     for flat_index in most_first[:limit]:
         row, column = np.unravel_index(flat_index, errors.shape)
         if errors[row, column]:
-            true = short(class_names[row], 30)
-            predicted = short(class_names[column], 30)
+            true = shorten_name(class_names[row], 30)
+            predicted = shorten_name(class_names[column], 30)
             lines.append(f"{true} → {predicted}: {errors[row, column]:,}")
     return "\n".join(lines) if len(lines) > 1 else "no confusions"

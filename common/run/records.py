@@ -233,7 +233,7 @@ def _list_images(splits: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for split, source in splits.items():
         if not source.fresh:
             for index in range(len(source)):
-                yield source.listed_name(index), split
+                yield source.get_listed_name(index), split
 
 
 def _refuse_differing(results: Mapping[str, Any]) -> None:

@@ -261,7 +261,7 @@ class Run:
         self._shutdown.has_audit = getattr(train, "has_audit", True)
         self.model = model
         self._ema = optimization.build_ema(self.config, model)
-        determinism.set_benchmark(train_set.few_shapes)
+        determinism.set_benchmark(train_set.has_few_shapes)
         freezing = Freezing(self.config, model, train_set.stream)
         self._training = TrainingStep(self.accelerator, model, train_set, compute_losses, freezing)
         self.plan = self._make_plan(train_set)
@@ -358,7 +358,7 @@ class Run:
             self.config.global_batch_size,
             world_size(),
             max_micro_batch_size=broadcast_object(limit),
-            unit=math.lcm(train_set.unit, batch_norm.get_group_size(self.model)),
+            unit_size=math.lcm(train_set.unit_size, batch_norm.get_group_size(self.model)),
             undivided_for=batch_norm.get_undivided_flag(self.model),
         )
 

@@ -86,8 +86,8 @@ class TrainDataset(Dataset):
     cache: Cache | None = None
     rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the flags
 
-    unit = 1  # see `training.step.TrainDataset`
-    few_shapes = True
+    unit_size = 1  # see `training.step.TrainDataset`
+    has_few_shapes = True
 
     @classmethod
     def from_config(
@@ -123,7 +123,7 @@ class TrainDataset(Dataset):
                 pair = self.source.load_pair(index, position, self.cache)
                 image, mask = self.augmentation(pair, position)
             except BrokenImage as error:  # it stays without a labelled pixel
-                broken.append(f"{self.source.name(index)}: {error}")
+                broken.append(f"{self.source.get_name(index)}: {error}")
                 continue
             height, width = mask.shape
             images[i, :, :height, :width] = image
@@ -153,7 +153,7 @@ class TrainDataset(Dataset):
                     share = counts[class_id] / len(ids)
                     lines.append(f"{self.source.classes[class_id]}: {100 * share:.0f} %")
             text = "\n".join(lines) if lines else "no label"
-            descriptions.append((text, self.source.name(index), []))
+            descriptions.append((text, self.source.get_name(index), []))
         return descriptions
 
     def _make_batch(
@@ -202,7 +202,7 @@ class EvalDataset(Dataset):
         model_classes = self.source.model_classes
         if model_classes is None:
             return model
-        return SelectClasses(model, list(model_classes.ids) + model_classes.extra_ids)
+        return SelectClasses(model, list(model_classes.ids) + model_classes.absent_ids)
 
     def batches(self, limit: int) -> list[np.ndarray]:
         """The indices of all images, one in each batch, whatever the `limit`."""
@@ -222,11 +222,11 @@ class EvalDataset(Dataset):
             height, width = image.shape[1:]
             if not self.short_side and (height, width) != labels.shape:
                 raise Refused(
-                    f"{self.source.name(index)}: is {width} x {height} pixels large, its mask "
+                    f"{self.source.get_name(index)}: is {width} x {height} pixels large, its mask "
                     f"{labels.shape[1]} x {labels.shape[0]}; make them equal"
                 )
         except BrokenImage as error:
-            broken = (f"{self.source.name(index)}: {error}",)
+            broken = (f"{self.source.get_name(index)}: {error}",)
             image = torch.zeros(3, 1, 1, dtype=torch.uint8)
             height = width = 0
         canvas_height, canvas_width = [

@@ -45,7 +45,7 @@ class Evaluation:
         names = list(data.classes)
         if data.model_classes is not None:
             names += [
-                data.model_classes.names[class_id] for class_id in data.model_classes.extra_ids
+                data.model_classes.names[class_id] for class_id in data.model_classes.absent_ids
             ]
         self.class_names = names
         shape = (len(data.classes), len(names) + 1)
@@ -148,7 +148,7 @@ class Evaluation:
             if num_labelled:
                 accuracy = round(num_right / num_labelled, 7)
                 mean_loss = "" if math.isnan(loss) else round(loss / num_labelled, 7)
-            yield self._data.listed_name(index), accuracy, mean_loss, int(num_labelled)
+            yield self._data.get_listed_name(index), accuracy, mean_loss, int(num_labelled)
 
     def draw(self, pictures: Any) -> None:
         """Draw what `results` has gathered: `pictures.draw(name, function, *arguments)` calls

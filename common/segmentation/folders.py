@@ -69,7 +69,7 @@ class MaskFolder:
     splits: dict[str, Split]
     classes: tuple[str, ...]
     id_map: tuple[int, ...] = ()  # see `MaskFiles`
-    labels: dict[str, str] = field(default_factory=dict)  # how messages call the splits
+    split_texts: dict[str, str] = field(default_factory=dict)  # how messages call the splits
 
 
 def find_folder(root: Path) -> MaskFolder | None:
@@ -82,11 +82,11 @@ def find_folder(root: Path) -> MaskFolder | None:
     folder = _find_cityscapes(root) or _find_voc(root) or _find_pairs(root)
     if folder is None:
         return None
-    labels = {}
+    split_texts = {}
     for name, split in folder.splits.items():
         where = split.list_file or split.images
-        labels[name] = os.path.relpath(where, root)
-    return replace(folder, labels=labels)
+        split_texts[name] = os.path.relpath(where, root)
+    return replace(folder, split_texts=split_texts)
 
 
 def _find_cityscapes(root: Path) -> MaskFolder | None:

@@ -25,7 +25,7 @@ class Segmenter(nn.Module):
     H and W are multiples of `stride`. s is 4 for the decoder `fpn`, and `stride` for `linear`.
     """
 
-    looks_ahead = True  # see `training.step.StepModule`
+    needs_whole_step = True  # see `training.step.StepModule`
     size_flag = "--crop_size"  # see `common.training.warm_up.warm_up`
 
     def __init__(self, backbone: nn.Module, decoder: nn.Module, description: "Description") -> None:
@@ -36,7 +36,7 @@ class Segmenter(nn.Module):
         self.stride: int = backbone.stride
         self.pretrained_cfg: dict[str, Any] = backbone.pretrained_cfg
         self.title = f"{description.decoder} decoder on {description.model}"
-        self.begins_with = ""
+        self.weights_summary = ""
 
     def forward(self, images: Tensor) -> Tensor:
         return self.decoder(self.backbone(images))
@@ -161,5 +161,5 @@ def build_segmenter(
         torch.manual_seed(seed + 3)
         head = FPNDecoder(len(backbone.levels), width, num_classes)
     model = Segmenter(backbone, head, description)
-    model.begins_with = format_loaded_backbone(backbone.trunk, model, name, pretrained)
+    model.weights_summary = format_loaded_backbone(backbone.trunk, model, name, pretrained)
     return model

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from common.data.images import BrokenImage
-from common.run.plots import Cell, confusion, evaluation_of, sheet
+from common.run.plots import Cell, confusion, describe_plot, draw_cells
 from common.segmentation.masks import IGNORED
 from common.segmentation.source import Masked
 
@@ -24,7 +24,7 @@ def draw_predictions(
     columns: list[list[Cell]] = []
     for index, predicted in sorted(predictions.items()):
         try:
-            image = np.asarray(source.image(index))
+            image = np.asarray(source.load_image(index))
             mask = source.load_mask(index)
         except BrokenImage:  # replaced since it was predicted
             continue
@@ -36,7 +36,7 @@ def draw_predictions(
         differences[is_labelled] = _WRONG
         differences[is_right] = _RIGHT
         accuracy = is_right.sum() / max(1, is_labelled.sum())
-        name = source.name(index)
+        name = source.get_name(index)
         columns.append(
             [
                 Cell(image, "image", name),
@@ -50,7 +50,7 @@ def draw_predictions(
         columns.append([blank] * 4)
     cells = [cell for row in zip(*columns, strict=True) for cell in row]
     headline = "differences: right blue, wrong orange; without a label grey"
-    sheet(cells, f"{evaluation_of(path)}\n{headline}", path)
+    draw_cells(cells, f"{describe_plot(path)}\n{headline}", path)
 
 
 def draw_confusion(counts: np.ndarray, class_names: Sequence[str], path: Path) -> None:

@@ -47,9 +47,9 @@ class Masked(ImageList, Protocol):
 
     def load_picture(self, index: int) -> Picture:
         """The image alone. Raises `BrokenImage`."""
-        return Picture(self.content(index))
+        return Picture(self.get_content(index))
 
-    def image(self, index: int) -> Image.Image:
+    def load_image(self, index: int) -> Image.Image:
         """The image, RGB and upright. Raises `BrokenImage`."""
         return Image.fromarray(self.load_picture(index).decode().permute(1, 2, 0).numpy())
 
@@ -98,7 +98,7 @@ class MaskFiles(Files, Masked):
         return format_path(self.mask_root, self.mask_paths, index)
 
     def _open_picture(self, index: int, mask_size: tuple[int, ...]) -> Picture:
-        picture = Picture(self.content(index))
+        picture = Picture(self.get_content(index))
         if (picture.height, picture.width) != mask_size:
             raise BrokenImage(
                 f"is {picture.width} x {picture.height} pixels large (after its EXIF rotation), its "
@@ -116,14 +116,14 @@ class PaintedObjects(Masked):
     objects: Annotated  # with masks
     classes: tuple[str, ...]
     notes: tuple[str, ...]
-    part: str
+    split_text: str
     model_classes: ModelClasses | None = None
 
     @classmethod
     def from_objects(cls, objects: Annotated) -> Self:
         """The images of `objects`, which have masks."""
         names = (BACKGROUND,) + tuple(objects.classes)
-        return cls(objects, classes=names, notes=objects.notes, part=objects.part)
+        return cls(objects, classes=names, notes=objects.notes, split_text=objects.split_text)
 
     @property
     def fresh(self) -> bool:  # type: ignore[override]
@@ -140,11 +140,11 @@ class PaintedObjects(Masked):
     def __len__(self) -> int:
         return len(self.objects)
 
-    def name(self, index: int) -> str:
-        return self.objects.name(index)
+    def get_name(self, index: int) -> str:
+        return self.objects.get_name(index)
 
-    def content(self, index: int) -> Any:
-        return self.objects.content(index)
+    def get_content(self, index: int) -> Any:
+        return self.objects.get_content(index)
 
     def list_files(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
         return self.objects.list_files()

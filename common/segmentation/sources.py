@@ -80,13 +80,13 @@ def load(spec: Spec) -> tuple[MaskFiles, MaskFiles]:
         def read_splits(names: Sequence[str]) -> list[MaskFiles]:
             return [read_split(folder, name, spec.ignore_zero) for name in names]
 
-        splits: DataSplits[MaskFiles] = DataSplits(folder.labels, read_splits)
-        pieces = spec.choose_subsets(splits.labels)
+        splits: DataSplits[MaskFiles] = DataSplits(folder.split_texts, read_splits)
+        pieces = spec.choose_subsets(splits.split_texts)
         undivided = data_spec.read_splits(splits, pieces)
         for source in undivided.values():
             refuse_broken(spec.data, source, spec.max_broken_share)
             _check_masks(source)
-        sources = spec.divide(splits.labels, pieces, undivided)
+        sources = spec.divide(splits.split_texts, pieces, undivided)
     return data_spec.check_train_and_val(sources)
 
 
@@ -98,12 +98,12 @@ def _check_masks(source: MaskFiles) -> None:
         mask = load_checked_mask(source, index)
         has_labels |= bool((mask != IGNORED).any())
         try:
-            picture = Picture(source.content(index))
+            picture = Picture(source.get_content(index))
         except BrokenImage:
             continue  # counted when it is drawn, see --max_broken_share
         if (picture.height, picture.width) != mask.shape:
             raise Refused(
-                f"{source.name(index)}: is {picture.width} x {picture.height} pixels large (after its "
+                f"{source.get_name(index)}: is {picture.width} x {picture.height} pixels large (after its "
                 f"EXIF rotation), its mask {source.mask_name(index)} is {mask.shape[1]} x "
                 f"{mask.shape[0]}; make them equal"
             )
@@ -119,7 +119,9 @@ def load_checked_mask(source: Masked, index: int) -> np.ndarray:
     try:
         return source.load_mask(index)
     except BrokenImage as error:
-        raise Refused(f"{source.name(index)}: {error}; correct the mask, or take it out") from None
+        raise Refused(
+            f"{source.get_name(index)}: {error}; correct the mask, or take it out"
+        ) from None
 
 
 def count_class_pixels(source: Masked) -> np.ndarray:

@@ -8,7 +8,7 @@ from common.imports import export_lazily
 
 if TYPE_CHECKING:
     from common.shards.entries import KeptColumns
-    from common.shards.parts import open_parts, open_sources, open_unlabelled
     from common.shards.source import Shards, share_blocks
+    from common.shards.splits import open_sources, open_splits, open_unlabelled
 
 __all__, __getattr__ = export_lazily(__name__)

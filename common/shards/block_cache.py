@@ -60,7 +60,7 @@ class BlockCache:
             if has_slot or block in self._requested or not self._fill([block], fetch):
                 time.sleep(_WAIT_S)
 
-    def expect(self, shards: Mapping[int, int], fetch: Fetch) -> None:
+    def prefetch(self, shards: Mapping[int, int], fetch: Fetch) -> None:
         """Begin to read missing blocks, several of a shard at once. `shards`: block -> its shard,
         in ascending order.
         """

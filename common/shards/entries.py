@@ -59,7 +59,7 @@ class KeptColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardList:
-    """Shards of one part of the data, and which members or columns of them are read."""
+    """Shards of one split of the data, and which members or columns of them are read."""
 
     names: tuple[str, ...]
     stamps: tuple[Stamp, ...]

@@ -63,7 +63,7 @@ class Shards(Columns):
         blocks = self.blocks.select(rows) if self.blocks else None
         return replace(super().select(rows), numbers=numbers, blocks=blocks)
 
-    def name(self, index: int, is_read: bool = True) -> str:
+    def get_name(self, index: int, is_read: bool = True) -> str:
         start, _, _, head, number = self.entries[index].item()
         shard = redact_name(self.index.shards.names[number])
         if not head:
@@ -75,10 +75,10 @@ class Shards(Columns):
                 member = tars.read_name(self._read_sample(index)[:head])
         return make_printable(f"{shard}/{member}")
 
-    def listed_name(self, index: int) -> str:
-        return self.name(index, is_read=False)
+    def get_listed_name(self, index: int) -> str:
+        return self.get_name(index, is_read=False)
 
-    def content(self, index: int) -> bytes:
+    def get_content(self, index: int) -> bytes:
         start, _, size, head, number = self.entries[index].item()
         if self.blocks:
             return self._read_sample(index)[head:]
@@ -86,12 +86,12 @@ class Shards(Columns):
         _, tag = shards.stamps[number]
         return ranges.read(shards.names[number], start, start + size, tag)
 
-    def expect(self, indices: np.ndarray) -> None:
+    def prefetch(self, indices: np.ndarray) -> None:
         if self.cache and self.blocks:
             blocks = np.unique(self.blocks.find(indices))
             shards = self.index.entries["shard"][self.index.edges[blocks]]
             shard_by_block = dict(zip(blocks.tolist(), shards.tolist(), strict=True))
-            self.cache.expect(shard_by_block, self._fetch)
+            self.cache.prefetch(shard_by_block, self._fetch)
 
     def hash_images(self, key: int) -> np.ndarray:
         return mix(self.entries["key"], key)

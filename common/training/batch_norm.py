@@ -67,9 +67,9 @@ class StepBatchNorm(_BatchNorm):
     step: "_StepStatistics"  # shared by the model's layers
     has_activation: bool  # timm's BatchNormAct2d drops and activates too
     # [3, channels]: sums over groups of the mean, of the unbiased variance, and of one.
-    collected: Tensor
-    latest: Tensor  # [3, channels]: the same of the latest group
-    latest_rows: tuple[Tensor, ...]  # the rows of `latest`; () before the first update
+    statistic_sums: Tensor
+    latest_statistics: Tensor  # [3, channels]: the same of the latest group
+    latest_rows: tuple[Tensor, ...]  # the rows of `latest_statistics`; () before the first update
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
@@ -102,14 +102,14 @@ class StepBatchNorm(_BatchNorm):
 
     def _normalize(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or not self.latest_rows:
-            statistics = torch.ones_like(self.collected)
+            statistics = torch.ones_like(self.statistic_sums)
             y = self._normalize_into(x, statistics[0], statistics[1])
             self._collect(statistics)
             return y
-        if self in self.step.pending:
-            self._collect(self.latest)
+        if self in self.step_statistics.pending:
+            self._collect(self.latest_statistics)
         y = self._normalize_into(x, self.latest_rows[0], self.latest_rows[1])
-        self.step.pending.add(self)
+        self.step_statistics.pending.add(self)
         return y
 
     def _normalize_into(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
@@ -122,10 +122,10 @@ class StepBatchNorm(_BatchNorm):
         return F.batch_norm(x, mean, variance, self.weight, self.bias, is_training, 1.0, self.eps)
 
     def _normalize_groups(self, x: Tensor) -> Tensor:
-        num_groups, remainder = divmod(self.step.num_samples, self.group_size)
+        num_groups, remainder = divmod(self.step_statistics.num_samples, self.group_size)
         if remainder or not num_groups:
             raise Refused(
-                f"a micro-batch of {self.step.num_samples} samples is not whole groups of "
+                f"a micro-batch of {self.step_statistics.num_samples} samples is not whole groups of "
                 f"norm_batch_size {self.group_size}: choose a multiple of it"
             )
         if num_groups == 1:
@@ -149,7 +149,7 @@ class StepBatchNorm(_BatchNorm):
             rows = rows.flatten(-2).movedim(-1, 1)
         else:
             rows = x.unflatten(0, (num_groups, -1)).transpose(0, 1).flatten(1, 2)
-        statistics = self.collected.new_ones(3, num_groups * self.num_features)
+        statistics = self.statistic_sums.new_ones(3, num_groups * self.num_features)
         weight = None if self.weight is None else self.weight.repeat(num_groups)
         bias = None if self.bias is None else self.bias.repeat(num_groups)
         y = F.batch_norm(rows, statistics[0], statistics[1], weight, bias, True, 1.0, self.eps)
@@ -160,16 +160,16 @@ class StepBatchNorm(_BatchNorm):
         return y.unflatten(1, (num_groups, -1)).transpose(0, 1).flatten(0, 1)
 
     def _collect(self, statistics: Tensor) -> None:
-        self.collected += statistics
-        self.step.has_collected = True
+        self.statistic_sums += statistics
+        self.step_statistics.has_collected = True
 
     def _apply(self, function: Any, recurse: bool = True) -> "StepBatchNorm":
-        # `collected` follows the module to a device or dtype, but is no buffer: DDP would overwrite
+        # `statistic_sums` follows the module to a device or dtype, but is no buffer: DDP would overwrite
         # it with rank 0's.
         super()._apply(function, recurse)
-        self.collected = function(self.collected)
+        self.statistic_sums = function(self.statistic_sums)
         self.latest_rows = ()
-        self.step.layers = []
+        self.step_statistics.layers = []
         return self
 
 
@@ -183,11 +183,12 @@ class _StepStatistics:
         self.num_samples = 0  # in the current forward pass of training
         self.layers: list[StepBatchNorm] = []  # their tensors are views of the following
         self.num_channels: list[int] = []  # by layer
-        self.latest = torch.empty(0)  # [3, channels of all layers]
+        self.latest_statistics = torch.empty(0)  # [3, channels of all layers]
         self.running = torch.empty(0)  # [2, channels of all layers]: mean and variance
         self.num_batches = torch.empty(0)  # [layers]: `num_batches_tracked`
-        self.pending: set[StepBatchNorm] = set()  # layers whose `latest` is not in `collected` yet
-        self.has_collected = False  # True if any layer has something in `collected`
+        # Layers whose `latest_statistics` are not in `statistic_sums` yet.
+        self.pending: set[StepBatchNorm] = set()
+        self.has_collected = False  # True if any layer has something in `statistic_sums`
 
     def join_layers(self, layers: list[StepBatchNorm]) -> None:
         """Put the tensors of `layers` into one memory each.
@@ -201,21 +202,23 @@ class _StepStatistics:
         self.layers = layers
         self.running = torch.stack([means, variances])
         self.num_batches = torch.stack([layer.num_batches_tracked for layer in layers])
-        self.latest = torch.cat([torch.zeros_like(self.running), torch.ones_like(self.running[:1])])
+        self.latest_statistics = torch.cat(
+            [torch.zeros_like(self.running), torch.ones_like(self.running[:1])]
+        )
         self.num_channels = [layer.num_features for layer in layers]
         running_by_layer = self.running.split(self.num_channels, dim=1)
-        latest_by_layer = self.latest.split(self.num_channels, dim=1)
+        latest_by_layer = self.latest_statistics.split(self.num_channels, dim=1)
         for i, layer in enumerate(layers):
             layer.running_mean, layer.running_var = running_by_layer[i]
             layer.num_batches_tracked = self.num_batches[i]
-            layer.latest = latest_by_layer[i]
+            layer.latest_statistics = latest_by_layer[i]
             # With versions of their own: backward passes don't read what batch norm wrote there.
-            layer.latest_rows = layer.latest.data.unbind()
+            layer.latest_rows = layer.latest_statistics.data.unbind()
 
     def clear(self) -> None:
         """Forget what layers have collected."""
         if self.has_collected:
-            torch._foreach_zero_([layer.collected for layer in self.layers])
+            torch._foreach_zero_([layer.statistic_sums for layer in self.layers])
         self.pending.clear()
         self.has_collected = False
 
@@ -244,13 +247,13 @@ def convert_batch_norm(model: nn.Module, mode: str, *, group_size: int = 0) -> i
                 f"{name} ({layer}) can't be converted: needs a known batch norm with running "
                 "statistics"
             )
-        collected = layer.running_mean.new_zeros(3, layer.num_features)
+        statistic_sums = layer.running_mean.new_zeros(3, layer.num_features)
         change_class(layer, StepBatchNorm)
         layer.mode = mode
         layer.group_size = group_size
-        layer.step = step
+        layer.step_statistics = step
         layer.has_activation = hasattr(layer, "act")
-        layer.collected = collected
+        layer.statistic_sums = statistic_sums
         layer.latest_rows = ()
         layers.append(layer)
     model.step_batch_norms = layers  # walking through a large model takes 0.1 ms per step
@@ -358,24 +361,24 @@ def update_running_statistics(model: nn.Module) -> None:
     layers = _get_updated_layers(model)
     if not layers:
         return
-    step = layers[0].step
+    step = layers[0].step_statistics
     # In the usual step each layer was used once, so nothing has to be summed on this rank.
     if step.layers == layers and len(step.pending) == len(layers) and not step.has_collected:
-        sums = step.latest
+        sums = step.latest_statistics
     else:
         for layer in step.pending:
-            layer._collect(layer.latest)
-        sums = torch.cat([layer.collected for layer in layers], dim=1)  # [3, channels of all]
+            layer._collect(layer.latest_statistics)
+        sums = torch.cat([layer.statistic_sums for layer in layers], dim=1)  # [3, channels of all]
         step.has_collected = True
         step.join_layers(layers)
     if is_distributed():
         sums = sums.clone()
         dist.all_reduce(sums)
     # On one process, the latest statistics of a single pass are their mean.
-    means = sums[:2] if sums is step.latest else sums[:2] / sums[2]
+    means = sums[:2] if sums is step.latest_statistics else sums[:2] / sums[2]
     # Not finite: a layer that was not used, or an fp16 overflow, where the optimizer skips the step
     # as well.
-    means = torch.where(means.abs() < math.inf, means, step.running, out=step.latest[:2])
+    means = torch.where(means.abs() < math.inf, means, step.running, out=step.latest_statistics[:2])
     step.num_batches += 1
     momenta = [_get_momentum(layer) for layer in layers]
     if len(set(momenta)) == 1:
@@ -403,9 +406,9 @@ def discard_statistics(model: nn.Module) -> None:
     layers = _get_updated_layers(model)
     if not layers:
         return
-    step = layers[0].step
+    step = layers[0].step_statistics
     step.join_layers(layers)
-    step.latest[:2].zero_()  # what is not finite would stay
+    step.latest_statistics[:2].zero_()  # what is not finite would stay
     step.has_collected = True
     step.clear()
 

@@ -8,7 +8,7 @@ from timm.layers import DropPath
 from torch import nn
 
 from common.patches.torch import change_class
-from common.randomness import key_of, uniforms
+from common.randomness import key_of, sample_uniform
 
 
 class PositionalDropPath(DropPath):
@@ -144,8 +144,10 @@ def draw_uniforms(
     """
     if not num_layers:
         return None
-    rows = [uniforms(positions, key_of(seed, "drop path", layer)) for layer in range(num_layers)]
-    rows.append(uniforms(positions // batch_size, key_of(seed, "dropout")))
+    rows = [
+        sample_uniform(positions, key_of(seed, "drop path", layer)) for layer in range(num_layers)
+    ]
+    rows.append(sample_uniform(positions // batch_size, key_of(seed, "dropout")))
     return torch.from_numpy(np.array(rows, dtype=np.float32))
 
 

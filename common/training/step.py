@@ -32,10 +32,10 @@ class TrainDataset(Protocol):
     stream: Stream
     # Convolutions have few different shapes, so cuDNN may search for the fastest algorithm for
     # each.
-    few_shapes: bool
+    has_few_shapes: bool
 
     @property
-    def unit(self) -> int:
+    def unit_size(self) -> int:
         """Number of consecutive positions that stay together on a rank."""
 
     def __getitems__(self, positions: np.ndarray) -> DeviceBatch:
@@ -79,7 +79,7 @@ class StepModule(Protocol):
     model with a method `prepare_step` is one, and has these members.
     """
 
-    looks_ahead: bool
+    needs_whole_step: bool
     """All micro-batches of a step are fetched before its first forward pass."""
 
     def prepare_step(
@@ -140,7 +140,7 @@ class TrainingStep:
         self._device = accelerator.device
         self._compute_losses = compute_losses
         self._step_modules = find_step_modules(model)
-        self._looks_ahead = any(module.looks_ahead for module in self._step_modules)
+        self._needs_whole_step = any(module.needs_whole_step for module in self._step_modules)
         self._losses: list[Tensor] = []  # of the micro-batches of the current step
         self._positions: list[Tensor] = []
 
@@ -154,7 +154,7 @@ class TrainingStep:
         devices.seed_generator(0, self._device)
         batch_size = plan.micro_batch_sizes[0]
         # As many as are on the device at once. They stay there until the backward is done.
-        num_batches = plan.micro_steps if self._looks_ahead else 1
+        num_batches = plan.micro_steps if self._needs_whole_step else 1
         noise = (self.samples.make_noise(batch_size) for _ in range(num_batches))
         prefetcher = Prefetcher(noise, self._device)
         batches: list[Any] = [next(prefetcher) for _ in range(num_batches)]
@@ -174,9 +174,9 @@ class TrainingStep:
         generator, which depends on the layout, as only dropout may.
         """
         start, end = plan.get_span(rank(), 0)
-        num_units = min((end - start) // plan.unit, max(2, 32 // plan.unit))
-        middle = start + num_units // 2 * plan.unit
-        end = start + num_units * plan.unit
+        num_units = min((end - start) // plan.unit_size, max(2, 32 // plan.unit_size))
+        middle = start + num_units // 2 * plan.unit_size
+        end = start + num_units * plan.unit_size
         passes: list[_Forward] = []
 
         def add_pass() -> None:
@@ -216,8 +216,8 @@ class TrainingStep:
         communication.
         """
         batch_size = plan.micro_batch_sizes[0]
-        num_units = math.ceil(limit / plan.unit)
-        end = min(plan.global_batch_size, num_units * plan.unit)
+        num_units = math.ceil(limit / plan.unit_size)
+        end = min(plan.global_batch_size, num_units * plan.unit_size)
         for start in range(0, end, batch_size):
             span = (start, min(start + batch_size, end))
             forward = self._forward_first_step(plan, 0, span, only_images=True)
@@ -288,7 +288,7 @@ class TrainingStep:
         """
         self._freezing.start_step(step)
         batches: list[Any] = []
-        if self._looks_ahead:
+        if self._needs_whole_step:
             batches = [next(self._prefetcher) for _ in range(self.plan.micro_steps)]
         self._prepare_step(step, batches, self.plan, is_trial=False)
         for micro_step in range(self.plan.micro_steps):

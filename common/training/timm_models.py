@@ -61,7 +61,7 @@ def build_classifier(
 
     `name` is a timm name, `hf-hub:owner/name` or a local timm folder. Initial weights are a
     function of `seed`, or loaded: from a local folder, or with `pretrained` by name; the model's
-    `begins_with` says which. The head keeps what it knows of classes with the same `names`, and is
+    `weights_summary` says which. The head keeps what it knows of classes with the same `names`, and is
     new for the others; if either side has no names, a head of the same number of classes is kept.
     `image_size` 0 and `in_chans` 0 are the model's own; for more channels, timm repeats the weights
     of the first layer, and mean and standard deviation are repeated, too. Raises `Refused` for an
@@ -77,7 +77,7 @@ def build_classifier(
     create = partial(create_model, name, pretrained=pretrained, seed=seed, requested=options)
     model = create(num_classes=classes)
     if not pretrained and not Path(name).is_dir():
-        model.begins_with = ""
+        model.weights_summary = ""
         return model
     return _match_head(model, create, name, classes, names)
 
@@ -89,7 +89,7 @@ def _match_head(
     classes: int,
     names: Sequence[str],
 ) -> nn.Module:
-    """The model, whose head has the rows of the weights' classes, and `begins_with`.
+    """The model, whose head has the rows of the weights' classes, and `weights_summary`.
 
     `model` is as timm loads it; if its head has other classes, another one is created.
     """
@@ -109,9 +109,9 @@ def _match_head(
     num_loaded = num_tensors
     if new_classes:
         num_loaded -= len(_get_head_tensors(model))
-    model.begins_with = format_loaded(num_loaded, num_tensors, source, new_classes, class_names)
+    model.weights_summary = format_loaded(num_loaded, num_tensors, source, new_classes, class_names)
     if names and not trained_names and not new_classes:
-        model.begins_with += ", its head as it is: it does not name its classes"
+        model.weights_summary += ", its head as it is: it does not name its classes"
     return model
 
 
@@ -404,7 +404,7 @@ def describe_model(name: str, model: nn.Module) -> dict[str, str]:
         title = name if is_timm_model(model) else type(model).__name__
     return {
         "model": f"{title}: {num_parameters:,} parameters",
-        "begins with": getattr(model, "begins_with", ""),
+        "begins with": getattr(model, "weights_summary", ""),
     }
 
 

@@ -64,16 +64,16 @@ class Numbers:
     def __len__(self) -> int:
         return self.size
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         return f"numbers[{index}]"
 
-    def content(self, index: int) -> Image.Image:
+    def get_content(self, index: int) -> Image.Image:
         if index in self.broken:
             raise BrokenImage("torn")
         noise = np.random.default_rng(index).integers(0, 30, (20, 24, 3))
         return Image.fromarray((noise + [index, 2 * index, 255 - index]).astype(np.uint8))
 
-    image = content
+    load_image = get_content
 
 
 def create_dataset(source: Numbers, batch: int = 12, config=VARIED, **options) -> TrainDataset:
@@ -153,7 +153,7 @@ def test_a_broken_image_is_replaced_and_named_once() -> None:
     keys = mix(positions, key_of(5, "augmentation")).tolist()
     for image, index, key in zip(batch.images, indices, keys, strict=True):
         seed_generators(key)  # varied as at any position
-        assert torch.equal(image, transform(Picture(source.content(index))))
+        assert torch.equal(image, transform(Picture(source.get_content(index))))
     # One per sample: a run of broken images does not count many times.
     broken = [f"numbers[{index}]: torn" for index in drawn if index in source.broken]
     assert list(batch.broken) == broken

@@ -84,7 +84,7 @@ def map_labels(*sources) -> dict[str, int]:
     labels = {}
     for source in sources:
         for index, label in enumerate(source.labels.tolist()):
-            labels[source.name(index)] = label
+            labels[source.get_name(index)] = label
     return labels
 
 
@@ -96,13 +96,13 @@ def test_a_share_of_each_class_of_paths_is_held_out(files: list) -> None:
     assert train.labels.dtype == np.int64
     assert train.multi_label is False
     assert np.bincount(val.labels).tolist() == [3, 2]
-    assert train.part == "75 % of Shells"
-    assert val.part == "25 % held out of Shells"
+    assert train.split_text == "75 % of Shells"
+    assert val.split_text == "25 % held out of Shells"
     for source in (train, pickle.loads(pickle.dumps(train))):
         assert not hasattr(source, "data"), "the object would be copied into every data worker"
         for index in range(len(source)):
-            number = int(Path(source.name(index)).stem.removeprefix("shell"))
-            assert source.image(index).getpixel((0, 0))[0] == number
+            number = int(Path(source.get_name(index)).stem.removeprefix("shell"))
+            assert source.load_image(index).getpixel((0, 0))[0] == number
     # A path keeps its side, wherever it stands; an evaluation finds the images that training held
     # out.
     _, reversed_val = read(Shells(files[::-1]))
@@ -119,8 +119,8 @@ def test_a_share_of_each_class_of_paths_is_held_out(files: list) -> None:
     train, val = read(splits)
     assert len(train) == 15
     assert len(val) == 5
-    assert train.part == "train"
-    assert val.part == "valid; test: for --split test"
+    assert train.split_text == "train"
+    assert val.split_text == "valid; test: for --split test"
     for is_eval_only in (False, True):
         assert len(read(splits, split="test", is_eval_only=is_eval_only)[1]) == 2
     splits["valid"].classes = ("limpet", "cockle")
@@ -133,24 +133,24 @@ def test_images_are_read_when_they_are_wanted() -> None:
     assert data.read < 50, "labels are known: only a look at the data reads some"
     assert sorted(np.append(train.indices, val.indices)) == list(range(200))
     for index, number in enumerate(train.indices):
-        assert train.image(index).getpixel((0, 0))[0] == number
+        assert train.load_image(index).getpixel((0, 0))[0] == number
     assert np.array_equal(train.labels, train.indices % 2)
-    assert train.name(3) == f"Counted[{train.indices[3]}]"
+    assert train.get_name(3) == f"Counted[{train.indices[3]}]"
     assert pickle.loads(pickle.dumps(val)).fingerprint == val.fingerprint
     # One of those that are looked at.
     data.items[int(val.indices[0])] = (image(250), int(val.labels[0]))
     assert read(data)[1].fingerprint != val.fingerprint
     torn = read(Counted([(image(1), index % 2) for index in range(20)]), is_eval_only=True)[1]
     with pytest.raises(BrokenImage, match="torn"):
-        torn.image(7)
+        torn.load_image(7)
 
 
 def test_tensors_keep_all_channels_and_show_three() -> None:
     tensors = [torch.full((4, 6, 5), number, dtype=torch.uint8) for number in range(20)]
     _, val = read(Shells([(tensor, number % 2) for number, tensor in enumerate(tensors)]))
     index = int(val.indices[0])
-    assert torch.equal(val.content(0), tensors[index])
-    image = val.image(0)
+    assert torch.equal(val.get_content(0), tensors[index])
+    image = val.load_image(0)
     assert image.mode == "RGB"
     assert image.size == (5, 6)
     assert image.getpixel((0, 0)) == (index,) * 3
@@ -195,7 +195,7 @@ def test_torchvisions_data_sets_fit(tmp_path: Path) -> None:
     fake = FakeData(20, (3, 8, 8), num_classes=2)
     fake.classes = ["odd", "even"]  # the only one without
     train, _ = read(fake)
-    assert np.array_equal(np.asarray(train.image(7)), np.asarray(fake[train.indices[7]][0]))
+    assert np.array_equal(np.asarray(train.load_image(7)), np.asarray(fake[train.indices[7]][0]))
     _, val = read(ImageFolder(pets(tmp_path)))
     assert val.classes == ("cat", "dog")
     assert val.labels.tolist() == [0] * 2 + [1] * 3

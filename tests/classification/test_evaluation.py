@@ -27,10 +27,10 @@ COUNT = 203
 class Listed(Columns):
     """Images of one colour."""
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         return f"images/{index}.png"
 
-    def content(self, index: int) -> Image.Image:
+    def get_content(self, index: int) -> Image.Image:
         return Image.new("RGB", (300, 200 + index))
 
 

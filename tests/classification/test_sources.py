@@ -49,11 +49,11 @@ def refusal(data, **options) -> str:
 
 
 def names(source, root: Path) -> list[str]:
-    return [os.path.relpath(source.name(index), root) for index in range(len(source))]
+    return [os.path.relpath(source.get_name(index), root) for index in range(len(source))]
 
 
 def reds(source) -> list[int]:
-    return [source.image(index).getpixel((0, 0))[0] for index in range(len(source))]
+    return [source.load_image(index).getpixel((0, 0))[0] for index in range(len(source))]
 
 
 def test_a_fixed_stratified_fifth_of_the_digits_is_held_out():
@@ -65,9 +65,9 @@ def test_a_fixed_stratified_fifth_of_the_digits_is_held_out():
     assert sorted(np.append(train.rows, val.rows)) == list(range(1797))
     assert train.classes == tuple("0123456789")
     assert not train.multi_label
-    image = val.image(5)
+    image = val.load_image(5)
     row = val.rows[5]
-    assert val.name(5) == f"digits[{row}]"
+    assert val.get_name(5) == f"digits[{row}]"
     assert val.labels[5] == load_digits().target[row]
     small = np.asarray(image.resize((8, 8), Image.Resampling.BOX))[..., 0] / 255 * 16
     assert image.mode == "RGB"
@@ -155,14 +155,14 @@ FOLDERS = [
 def test_folders_are_parts_or_classes(tmp_path, folders, flags, counts, trained, evaluated):
     train, val = read(tree(tmp_path, folders), **flags)
     assert (len(train), len(val)) == counts
-    assert train.part == trained
-    assert val.part == evaluated
+    assert train.split_text == trained
+    assert val.split_text == evaluated
     assert train.classes == val.classes
     assert train.labels.dtype == np.int64
     for source in (train, val):
         for index, name in enumerate(names(source, tmp_path)):
             assert source.classes[source.labels[index]] in Path(name).parts
-            assert source.image(np.int64(index)).getpixel((0, 0))[0] == int(Path(name).stem)
+            assert source.load_image(np.int64(index)).getpixel((0, 0))[0] == int(Path(name).stem)
 
 
 USUAL_NAMES = (
@@ -208,7 +208,7 @@ BAD_FOLDERS = [
     ({}, {}, "FOLDER: no class folders; images belong in one subfolder per class"),
     ({"cat": 1}, {}, "FOLDER: only the class folder cat/; "),
     (FLAT | {"emu": None}, {}, "FOLDER/emu: no images in this class folder; add some"),
-    (FLAT, {"split": "test"}, "--split test: --data FOLDER has no such part; there is train"),
+    (FLAT, {"split": "test"}, "--split test: --data FOLDER has no such split; there is train"),
     (
         SPLIT | {"Val/emu": 1},
         {},
@@ -216,9 +216,9 @@ BAD_FOLDERS = [
     ),
     (SPLIT | {"Val/Cat": 1}, {}, "does not have; add it there; did you mean cat?"),
     ({"train/cat": 1, "train/dog": 1, "val": None}, {}, "FOLDER/val: no images to evaluate on"),
-    (TWO_VAL, {}, "val/ and valid/ could each be the part val; keep one, or name it"),
+    (TWO_VAL, {}, "val/ and valid/ could each be the split val; keep one, or name it"),
     (BOTH, {}, "train/ and heldout/ both have the folders cat/ and dog/, so they seem to be parts"),
-    (NO_TRAIN, {}, "no part to train on, only test, val; rename one to train"),
+    (NO_TRAIN, {}, "no split to train on, only test, val; rename one to train"),
     (FLAT, {"label_column": "label"}, "is no table, so leave out --image_column"),
     (FLAT, {"val_share": 0.01}, "--val_share 0.01 of at most 12 images per class holds out none"),
     (
@@ -357,7 +357,7 @@ def test_a_group_is_on_one_side_and_classes_keep_their_share(tmp_path):
         assert val_patients
         assert not val_patients & train_patients
         shares = val.class_counts / (train.class_counts + val.class_counts)
-        assert val.part.endswith(f" by {column}")
+        assert val.split_text.endswith(f" by {column}")
         assert np.abs(shares - 0.25).max() < 0.07  # of 33 and 55 images, in groups of 1 to 8
         held_out = read_split(tmp_path / data, is_training_data=True, **options)
         assert names(held_out, tmp_path) == names(val, tmp_path)
@@ -486,9 +486,9 @@ def test_images_are_found_through_links_and_under_odd_names(tmp_path):
     }
     source, index = by_name.pop("cat/gone.png")
     with pytest.raises(BrokenImage, match="No such file"):
-        source.image(index)
+        source.load_image(index)
     for source, index in by_name.values():
-        assert source.image(index).size == (4, 3)
+        assert source.load_image(index).size == (4, 3)
 
 
 def list_images(root: Path) -> Path:
@@ -535,7 +535,7 @@ def test_runs_that_recorded_whole_paths_still_know_their_data(tmp_path):
     def compute_as_0_2_0(source) -> str:
         header = json.dumps([source.classes, source.labels.shape])
         digest = hashlib.blake2b(header.encode(), digest_size=16)
-        names = [source.name(index) for index in range(len(source))]
+        names = [source.get_name(index) for index in range(len(source))]
         for content in (source.labels.tobytes(), source.sizes.tobytes(), repr(names).encode()):
             digest.update(content)
         return digest.hexdigest()[:12]
@@ -607,7 +607,7 @@ def test_saved_data_and_parquet_hold_out_the_same_rows(tmp_path):
         held_out = val.rows.tolist()
         assert sorted(train.rows.tolist() + held_out) == list(range(30))
         assert np.bincount(val.labels).tolist() == [3, 3, 3]  # a quarter of 10, rounded up
-        assert val.name(0) == f"{tmp_path / path} train[{held_out[0]}]"
+        assert val.get_name(0) == f"{tmp_path / path} train[{held_out[0]}]"
         splits.append((held_out, train.fingerprint, val.fingerprint))
     assert splits[0] == splits[1] == splits[2]
     assert read(tmp_path / "saved", seed=1)[1].rows.tolist() != held_out
@@ -625,9 +625,9 @@ def test_a_split_to_evaluate_on_is_used_as_it_is(tmp_path):
         split = "Dev" if path == "saved" else "val"
         assert len(train) == 9
         assert len(val) == 6
-        assert val.name(5) == f"{tmp_path / path} {split}[5]"
+        assert val.get_name(5) == f"{tmp_path / path} {split}[5]"
         check_rows(train, val)
-    assert read_split(tmp_path / "saved", "dev").part == "split Dev"
+    assert read_split(tmp_path / "saved", "dev").split_text == "split Dev"
     assert len(read_split(tmp_path / "saved")) == 6
     splits["train"].to_parquet(tmp_path / "test.parquet")
     assert len(read_split(tmp_path / "test.parquet")) == 9
@@ -677,7 +677,7 @@ def test_a_broken_cell_is_one_broken_image(tmp_path):
         errors = {}
         for row in range(6):
             try:
-                assert source.image(row).getpixel((0, 0))[0] == row
+                assert source.load_image(row).getpixel((0, 0))[0] == row
             except BrokenImage as error:
                 errors[row] = str(error)
         assert sorted(errors) == [1, 2, 3, 5]
@@ -792,7 +792,7 @@ def test_brackets_in_a_path_stand_for_themselves(tmp_path):
         (root / f"{split}.csv").write_text(f"image,label\n{split}_a.png,a\n{split}_b.png,b\n")
     for pattern in ("data [1]", "data [1]/*.parquet", "data [1]/[tv]*.parquet", "*.csv"):
         train, val = read(root / pattern)
-        assert (train.part, val.part) == ("split train", "split val"), pattern
+        assert (train.split_text, val.split_text) == ("split train", "split val"), pattern
     assert len(read(root / "data [1]/val.parquet")[0]) == 5
     assert len(read_split(root / "val.csv")) == 2
 
@@ -809,7 +809,7 @@ def test_a_test_part_without_labels_does_not_block_training(tmp_path):
     (tmp_path / "csv/test.csv").write_text("image\n0.png\n")
     for path in ("parquet", "csv/*.csv"):
         train, val = read(tmp_path / path)
-        assert train.part == "75 % of split train"
+        assert train.split_text == "75 % of split train"
         assert len(train) + len(val) in (8, 9)
         reason = "split test has no column label, which train has"
         assert reason in refusal(tmp_path / path, split="test")
@@ -871,7 +871,7 @@ def test_a_csv_file_is_read_whatever_its_separator(tmp_path, text, classes):
     )
     assert sorted(reds(train) + reds(val)) == list(range(12))
     assert val.labels.tolist() == [number % 3 for number in reds(val)]
-    assert val.name(0) == f"{tmp_path}/images/{reds(val)[0]}.png"
+    assert val.get_name(0) == f"{tmp_path}/images/{reds(val)[0]}.png"
 
 
 def test_a_column_split_or_several_files_are_parts(tmp_path):
@@ -883,7 +883,7 @@ def test_a_column_split_or_several_files_are_parts(tmp_path):
     for place in (tmp_path / "labels.csv", tmp_path / "labels.parquet"):
         train, val = read(place, image_column="file", label_column="kind")
         assert (reds(train), reds(val)) == (list(range(6)), list(range(6, 10)))
-        assert val.part == "split dev; split Test: for --split test"
+        assert val.split_text == "split dev; split Test: for --split test"
         assert reds(read(place, split="test")[1]) == [10, 11] == reds(read_split(place, "test"))
     for name, numbers in (("train", range(8)), ("val", range(4, 12))):
         lines = "".join(f"images/{n}.png,{'ab'[n % 2]}\n" for n in numbers)
@@ -955,7 +955,9 @@ def test_ids_name_files_in_a_folder_beside_the_table(tmp_path):
         train, val = read(tmp_path / f"{name}.csv", image_column="id_code")
         assert train.notes == (f"images: {tmp_path}/train_images/*{suffix}",)
         found = [
-            Path(source.name(index)).stem for source in (train, val) for index in range(len(source))
+            Path(source.get_name(index)).stem
+            for source in (train, val)
+            for index in range(len(source))
         ]
         assert len(set(found)) == 12 and not len(train.missing)
     assert "12 of 12 images are missing" in refusal(tmp_path / "blank.csv", image_column="id_code")
@@ -1057,7 +1059,7 @@ def test_a_name_that_is_no_path_is_asked_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     train, val = read("owner/name:plain_text")
     check_rows(train)
-    assert val.name(0) == f"owner/name:plain_text train[{val.rows[0]}]"
+    assert val.get_name(0) == f"owner/name:plain_text train[{val.rows[0]}]"
     assert "DatasetNotFoundError: Dataset 'owner/typo' doesn't exist on the Hub" in refusal(
         "owner/typo"
     )

@@ -48,7 +48,7 @@ class Config(OptimizationConfig, RunConfig):
     """One of some."""
     augment: str = ""
     """Text that may be empty."""
-    init: str = option("", decides=lambda name: {"opt": name, "loss": "bce", "seed": 7})
+    init: str = option("", defaults_from=lambda name: {"opt": name, "loss": "bce", "seed": 7})
     """Text that decides on other fields."""
     lr: float = 4e-3
 

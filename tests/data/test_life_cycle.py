@@ -54,17 +54,20 @@ def test_a_source_lives_in_workers(kind: str, tmp_path, monkeypatch) -> None:
     )
     source, _ = task.load(spec)
     count = 4 if kind in ANNOTATED else len(source)
-    expected = [np.asarray(source.image(index)) for index in range(count)]
+    expected = [np.asarray(source.load_image(index)) for index in range(count)]
     twin = pickle.loads(pickle.dumps(source))
-    facts = [(each.classes, each.fingerprint, each.name(3), each.notes) for each in (source, twin)]
+    facts = [
+        (each.classes, each.fingerprint, each.get_name(3), each.notes) for each in (source, twin)
+    ]
     assert facts[0] == facts[1]
     assert all(
-        np.array_equal(np.asarray(twin.image(index)), expected[index]) for index in range(count)
+        np.array_equal(np.asarray(twin.load_image(index)), expected[index])
+        for index in range(count)
     )
     child = os.fork()
     if child == 0:
         same = all(
-            np.array_equal(np.asarray(source.image(index)), expected[index])
+            np.array_equal(np.asarray(source.load_image(index)), expected[index])
             for index in range(count)
         )
         if task is annotated:

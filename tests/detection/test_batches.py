@@ -21,10 +21,10 @@ from tests.harness.detections import columns
 class Painted(Annotated):
     """Grey images of many sizes; their objects are white."""
 
-    def name(self, index):
+    def get_name(self, index):
         return f"painted[{index}]"
 
-    def content(self, index):
+    def get_content(self, index):
         width, height = self.sizes[index].tolist()
         pixels = np.full((height, width, 3), 40 + index, np.uint8)
         for left, top, right, bottom in (

@@ -55,10 +55,10 @@ BROKEN = {"cut off": file(120, 90)[:1500], "another size": file(60, 45)}
 class Files(Annotated):
     """Files with two boxes each, whose sizes are those of `FILES`."""
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         return list(self.files)[index]
 
-    def content(self, index: int) -> bytes:
+    def get_content(self, index: int) -> bytes:
         return list(self.files.values())[index]
 
 

@@ -137,7 +137,7 @@ def boxes_in_coco(ids: np.ndarray, images: np.ndarray, rows: np.ndarray) -> list
 
 
 def get_hits(evaluation, count: int) -> np.ndarray:
-    """int64[count]: the object that each detection shows at IoU 0.5 and any size, as `Matches.hits`."""
+    """int64[count]: the object that each detection shows at IoU 0.5, as `Matches.hit_objects`."""
     hits = np.full(count, NO_OBJECT)
     for part in filter(None, evaluation.evalImgs):
         if part["aRng"] == evaluation.params.areaRng[0]:

@@ -83,7 +83,9 @@ def test_the_first_batch_is_shown_before_normalisation(tmp_path, monkeypatch) ->
     originals = np.random.default_rng(0).integers(256, size=(3, 8, 6, 3), dtype=np.uint8)
     originals[:, 0, 0] = 0
     originals[:, 0, 1] = 255
-    monkeypatch.setattr(plots, "sheet", lambda of, headline, path: cells.extend([*of, headline]))
+    monkeypatch.setattr(
+        plots, "draw_cells", lambda of, headline, path: cells.extend([*of, headline])
+    )
     mean = (0.2, 0.4, 0.6)
     std = (0.1, 0.2, 0.3)
     images = torch.from_numpy((originals / 255.0 - mean) / std).permute(0, 3, 1, 2)
@@ -132,14 +134,14 @@ def draw_noise(count: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("draw", [crop_photographs, draw_noise])
 def test_a_sheet_of_any_content_is_below_500_kb(draw, tmp_path: Path, monkeypatch) -> None:
     cells = [plots.Cell(pixels, "husky\n→ malamute", "a.jpg") for pixels in draw(24)]
-    plots.sheet(cells, "24 mistakes", tmp_path / "sheet.png")
+    plots.draw_cells(cells, "24 mistakes", tmp_path / "sheet.png")
     assert (tmp_path / "sheet.png").stat().st_size < 500_000
     assert Image.open(tmp_path / "sheet.png").format == "PNG"
     reduced = read_picture(tmp_path / "sheet.png")
     assert reduced.shape[1] >= 1000
 
     monkeypatch.setattr(plots, "MAX_SHEET_BYTES", 10**9)
-    plots.sheet(cells, "24 mistakes", tmp_path / "sheet.png")
+    plots.draw_cells(cells, "24 mistakes", tmp_path / "sheet.png")
     assert (tmp_path / "sheet.png").stat().st_size > 2_000_000
     # The mean over 8 x 8 pixels differs by less than 4 of 255 levels: texts and images are where
     # they were.
@@ -156,7 +158,7 @@ def test_a_sheet_that_is_small_keeps_its_pixels(tmp_path: Path) -> None:
         plots.Cell(np.full((8, 8, 3), 10 * index, np.uint8), "7 → 1", "a.png")
         for index in range(24)
     ]
-    plots.sheet(cells, "24 mistakes", tmp_path / "sheet.png")
+    plots.draw_cells(cells, "24 mistakes", tmp_path / "sheet.png")
     assert read_picture(tmp_path / "sheet.png").shape[1] > 1500
 
 
@@ -187,7 +189,7 @@ def test_a_confusion_matrix_of_any_size_shows_its_mistake(
 
 
 def test_a_shortened_name_keeps_its_distinctive_parts() -> None:
-    assert plots.short("a  b\n", 5) == "a b"
-    assert plots.short("defect_of_type_12", 9) == "defe…e_12"
-    assert plots.short("/data/train/cat/0017.png", 16, path=True) == "…/cat/0017.png"
-    assert plots.breadth(plots.short("汽车和卡车的混合类别", 10)) <= 10
+    assert plots.shorten_name("a  b\n", 5) == "a b"
+    assert plots.shorten_name("defect_of_type_12", 9) == "defe…e_12"
+    assert plots.shorten_name("/data/train/cat/0017.png", 16, path=True) == "…/cat/0017.png"
+    assert plots.measure_breadth(plots.shorten_name("汽车和卡车的混合类别", 10)) <= 10

@@ -52,10 +52,10 @@ def test_images_and_masks_lie_side_by_side_flat_or_in_splits(tmp_path) -> None:
     train, val = load_folder(flat)
     assert (len(train), len(val)) == (6, 2)
     assert train.classes == ("a", "b")
-    assert val.part == "25 % held out of images"
+    assert val.split_text == "25 % held out of images"
     for source in (train, val):
         for index in range(len(source)):
-            number = int(Path(source.name(index)).stem)
+            number = int(Path(source.get_name(index)).stem)
             assert (source.load_mask(index) == number % 2).all()
 
     below = tmp_path / "below"
@@ -80,7 +80,7 @@ def test_pascal_voc_has_lists_of_names(tmp_path) -> None:
     (lists / "train.txt").write_text("a\nc\n")
     (lists / "val.txt").write_text("b\n")
     train, val = load_folder(tmp_path)
-    assert [Path(train.name(i)).stem for i in range(2)] == ["a", "c"]
+    assert [Path(train.get_name(i)).stem for i in range(2)] == ["a", "c"]
     assert len(val) == 1 and len(train.classes) == 21 and train.classes[20] == "tvmonitor"
 
 

@@ -122,13 +122,15 @@ def test_names_of_any_length_and_labels_of_any_kind_are_read(tmp_path, kind):
     )
     (tmp_path / "a.tar").write_bytes(tar_of(*members, kind=kind))
     index = read(tmp_path / "a.tar", is_eval_only=True)[0]
-    assert [index.content(i) for i in range(3)] == [PIXEL, b"second", b"third"]
+    assert [index.get_content(i) for i in range(3)] == [PIXEL, b"second", b"third"]
     assert index.classes == ("3", "12") and index.labels.tolist() == [0, 0, 1]
     assert index.notes == ("4 samples, left out: 1 (no image), first alone",)
     expected = [f"{folder}/a.jpg", "../../etc/passwd.JPG", "b.c.png"]
-    assert [index.name(i) for i in range(3)] == [f"{tmp_path}/a.tar/{name}" for name in expected]
+    assert [index.get_name(i) for i in range(3)] == [
+        f"{tmp_path}/a.tar/{name}" for name in expected
+    ]
     (tmp_path / "a.tar").unlink()  # a list of names reads nothing
-    listed = [index.listed_name(i).rpartition(" ") for i in range(3)]
+    listed = [index.get_listed_name(i).rpartition(" ") for i in range(3)]
     assert {name for name, *_ in listed} == {f"{tmp_path}/a.tar/byte"}
     assert all(index.entries["start"] == [int(start) for *_, start in listed])
 
@@ -151,7 +153,7 @@ def test_labels_are_lists_or_named_and_parts_share_classes(tmp_path):
         [0, 1, 2],
         [2],
     )
-    assert (train.part, val.part) == ("the train shards", "the val shards")
+    assert (train.split_text, val.split_text) == ("the train shards", "the val shards")
     assert val.class_counts.tolist() == [0, 0, 1] and train.class_counts.tolist() == [1, 1, 1]
     assert "has no label: neither 0.cls nor a label in its .json" in refusal(tmp_path)
 
@@ -173,7 +175,7 @@ def test_samples_of_a_group_are_held_out_together(server, tmp_path, kind):
         data = f"{server.url}/groups/all.parquet"
     sides = read(data, group_column="patient")
     groups = [
-        {patients[int(source.content(n).removeprefix(PIXEL))] for n in range(len(source))}
+        {patients[int(source.get_content(n).removeprefix(PIXEL))] for n in range(len(source))}
         for source in sides
     ]
     assert not groups[0] & groups[1] and len(groups[0] | groups[1]) == 12
@@ -195,22 +197,22 @@ def test_the_same_images_are_held_out_from_shards_as_from_files(files, server, t
         for expected, actual in zip(read(files), read(data), strict=True):
             assert np.array_equal(expected.labels, actual.labels)
             contents = [
-                Path(expected.content(index)).read_bytes() for index in range(len(expected))
+                Path(expected.get_content(index)).read_bytes() for index in range(len(expected))
             ]
-            assert [actual.content(index) for index in range(len(actual))] == contents
+            assert [actual.get_content(index) for index in range(len(actual))] == contents
             some = actual.select(np.arange(3, 60, 7))
-            assert [some.content(index) for index in range(len(some))] == contents[3:60:7]
-            assert some.name(0) == actual.name(3) and some.fingerprint != actual.fingerprint
+            assert [some.get_content(index) for index in range(len(some))] == contents[3:60:7]
+            assert some.get_name(0) == actual.get_name(3) and some.fingerprint != actual.fingerprint
 
 
 def test_parquet_at_a_url_has_the_images_of_the_files(files, server, tmp_path):
     write_parquet(files, tmp_path, "train")
     for folder in (f"file://{tmp_path}", f"{server.url}/parquet"):  # by fsspec, and over http
         source = read(f"{folder}/train-{{000..002}}.parquet", is_eval_only=True)[0]
-        assert [source.content(index) for index in range(349)] == [
+        assert [source.get_content(index) for index in range(349)] == [
             file.read_bytes() for file in list_class_images(files)
         ]
-    assert source.name(20) == f"{server.url}/parquet/train-002.parquet: row 2 of row group 0"
+    assert source.get_name(20) == f"{server.url}/parquet/train-002.parquet: row 2 of row group 0"
     assert np.diff(source.blocks.edges).tolist() == [1, 5, 5, 5, 2] + [5] * 66 + [1]
 
 
@@ -287,7 +289,7 @@ def test_tars_behind_tars_are_read_to_their_end(tmp_path):
     texts = [tar_of((f"{key}.cls", b" 1\n"), (f"{key}.png", PIXEL + key.encode())) for key in "abc"]
     (tmp_path / "a.tar").write_bytes(b"".join(texts))
     source = read(tmp_path / "a.tar", is_eval_only=True)[0]
-    assert [source.content(i) for i in range(len(source))] == [
+    assert [source.get_content(i) for i in range(len(source))] == [
         PIXEL + b"a",
         PIXEL + b"b",
         PIXEL + b"c",
@@ -304,7 +306,7 @@ def test_links_sparse_files_and_devices_are_no_images(tmp_path):
     good = [(name.replace("a", key), content) for key in "vwxyz" for name, content in GOOD]
     (tmp_path / "a.tar").write_bytes(tar_of(sparse, *members, *good))
     source = read(tmp_path / "a.tar", is_eval_only=True)[0]
-    assert [source.content(i) for i in range(len(source))] == [PIXEL] * 5
+    assert [source.get_content(i) for i in range(len(source))] == [PIXEL] * 5
     assert source.notes == ("9 samples, left out: 4 (no image), first l",)
     assert [file.name for file in tmp_path.iterdir()] == ["a.tar"]
 
@@ -346,7 +348,7 @@ def test_hostile_parquet_at_a_url_is_refused_in_one_line(server, kind):
     path = f"/{list(PARQUET).index(kind)}/a.parquet"
     server.files[path], text = PARQUET[kind]
     with bounded(), pytest.raises(Refused) as refused:
-        read(f"{server.url}{path}", is_eval_only=True)[0].content(0)
+        read(f"{server.url}{path}", is_eval_only=True)[0].get_content(0)
     assert text in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -374,7 +376,7 @@ def test_images_that_parquet_repeats_are_kept_once(server, encoding):
     source = read(f"{server.url}/a.parquet", is_eval_only=True)[0]
     (source,) = share_blocks([source], 20)
     assert source.cache.room < 2**21
-    assert [source.content(index) for index in (0, 1, 198, 199)] == images * 2
+    assert [source.get_content(index) for index in (0, 1, 198, 199)] == images * 2
 
 
 # ---- the index
@@ -401,7 +403,7 @@ def test_an_index_is_kept_until_a_shard_changes(files, tmp_path, monkeypatch):
             with pytest.raises(
                 Refused, match=r"train-000.tar: byte 512: it has changed since it was indexed"
             ):
-                source.content(i)
+                source.get_content(i)
     assert read(tmp_path / "tars")[0].fingerprint != before[0].fingerprint
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
@@ -439,7 +441,7 @@ def test_a_damaged_index_is_made_again(tmp_path, monkeypatch, damage):
             remade.labels.tolist() == before.labels.tolist()
             and remade.fingerprint == before.fingerprint
         )
-        assert remade.content(3) == PIXEL + b"3" and remade.classes == before.classes
+        assert remade.get_content(3) == PIXEL + b"3" and remade.classes == before.classes
         assert (cache_file / name).is_file() and not list((tmp_path / "cache").glob("unfinished-*"))
 
 
@@ -483,7 +485,7 @@ def test_an_archive_in_an_image_folder_makes_no_shards_of_it(tmp_path):
 def read_on_ranks(data: str, at_once: int) -> tuple[str, list[str]]:
     entries._AT_ONCE = at_once
     source = read(data, is_eval_only=True)[0]
-    return source.fingerprint, [source.name(i) for i in range(0, len(source), 20)]
+    return source.fingerprint, [source.get_name(i) for i in range(0, len(source), 20)]
 
 
 def test_ranks_make_the_index_together(files, processes, tmp_path):
@@ -545,7 +547,7 @@ def test_few_blocks_are_in_use_and_a_machine_reads_its_own():
     batch = 256
     samples = np.concatenate(
         [
-            order.shuffle(np.arange(start, min(start + 2**16, count)), 0, 1, batch)
+            order.permute(np.arange(start, min(start + 2**16, count)), 0, 1, batch)
             for start in range(0, count, 2**16)
         ]
     )
@@ -613,9 +615,9 @@ def read_steps(source, stream: Stream, worker: int, together, files: list[bytes]
             stream.get_indices(np.arange(min(349, at * 8), min(349, at * 8 + 8)))
             for at in (step, step + 3)
         )
-        source.expect(first_part)
-        source.expect(second_part)
-        assert [source.content(int(index)) for index in first_part] == [
+        source.prefetch(first_part)
+        source.prefetch(second_part)
+        assert [source.get_content(int(index)) for index in first_part] == [
             files[index] for index in first_part
         ]
 
@@ -654,11 +656,11 @@ def test_blocks_that_are_missing_together_come_in_few_answers(files, server, mon
     source = read(f"{server.url}/tars/train-{{000..002}}.tar", is_eval_only=True)[0]
     (source,) = share_blocks([source], 64)
     server.requests.clear()
-    source.expect(np.arange(349))
+    source.prefetch(np.arange(349))
     contents = [file.read_bytes() for file in list_class_images(files)]
     some = source.select(np.arange(3, 349, 7)).select(np.arange(2, 40))  # they share the cache
-    assert [source.content(i) for i in range(349)] == contents
-    assert [some.content(i) for i in range(38)] == contents[17:283:7]
+    assert [source.get_content(i) for i in range(349)] == contents
+    assert [some.get_content(i) for i in range(38)] == contents[17:283:7]
     assert len(source.blocks.edges) - 1 > 60 and len(server.requests) <= 3 + block_cache.IN_FLIGHT
 
 
@@ -675,7 +677,7 @@ def test_a_data_set_on_the_hub_is_read_where_it_lies(server, monkeypatch):
     builder = SimpleNamespace(config=SimpleNamespace(data_files=files))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: builder)
     train, val = read("owner/name", streaming=True, split="test")
-    assert (len(train), len(val), train.part, val.part) == (
+    assert (len(train), len(val), train.split_text, val.split_text) == (
         348,
         1,
         "the train shards",

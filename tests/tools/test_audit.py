@@ -31,7 +31,7 @@ def runs(run_several, tmp_path_factory) -> dict[str, Path]:
     random = np.random.default_rng(0)
     parts = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     images = [
-        (source.image(index), source.labels[index])
+        (source.load_image(index), source.labels[index])
         for source in parts
         for index in range(len(source))
     ]

@@ -10,7 +10,7 @@ DOWN = (10, 60, 50, 95)
 
 
 class Named(Annotated):
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         return f"{index}.png"
 
 

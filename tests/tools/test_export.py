@@ -116,7 +116,7 @@ def test_another_preprocessing_is_refused_by_image_names(
     for index in range(12):
         class_folder = tmp_path / "data" / digits.classes[digits.labels[index]]
         class_folder.mkdir(parents=True, exist_ok=True)
-        digits.image(index).resize((50, 70)).save(class_folder / f"{index}.png")
+        digits.load_image(index).resize((50, 70)).save(class_folder / f"{index}.png")
     argv = [
         str(trained_classifier),
         "--to",

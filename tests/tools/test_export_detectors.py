@@ -78,10 +78,10 @@ class Photographs(Annotated):
             **build_empty_columns(CLASSES, np.array([picture.size for picture in self.pictures]))
         )
 
-    def content(self, index: int) -> Image.Image:
+    def get_content(self, index: int) -> Image.Image:
         return self.pictures[index]
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         return f"photograph {index}"
 
     def pixels(self, index: int) -> np.ndarray:
@@ -163,10 +163,10 @@ def check_photographs(detector: Detector, plain: BoxAugmentation, sessions: dict
             difference = compare(detections, exported, CLASSES)
             assert not difference.is_too_large and difference.largest["scores"] <= 1e-3, (
                 name,
-                source.name(index),
+                source.get_name(index),
                 difference,
             )
-            assert difference.largest["boxes"] <= max_change, (name, source.name(index), difference)
+            assert difference.largest["boxes"] <= max_change, (name, source.get_name(index), difference)
 
 
 # The queries of the first are D-FINE's, too, and the boxes of the second Faster R-CNN's.

@@ -55,7 +55,7 @@ def digits(trained_classifier, tmp_path_factory) -> Path:
     source = load_val(trained_classifier)
     for index, label in enumerate(source.labels.tolist()):
         (folder / str(label)).mkdir(exist_ok=True)
-        source.image(index).save(folder / str(label) / f"{index}.png")
+        source.load_image(index).save(folder / str(label) / f"{index}.png")
     return folder
 
 
@@ -69,7 +69,7 @@ def coco_folder(trained_detector, tmp_path_factory) -> Path:
     annotations = []
     for index, (width, height) in enumerate(source.sizes.tolist()):
         file_name = f"val/{index}.png"
-        source.image(index).save(folder / file_name)
+        source.load_image(index).save(folder / file_name)
         image_id = 1000 - index
         images.append({"id": image_id, "file_name": file_name, "width": width, "height": height})
         for i in range(source.offsets[index], source.offsets[index + 1]):
@@ -440,7 +440,7 @@ def test_several_labels_are_the_classes_above_their_threshold(run_several, tmp_p
     images.mkdir()
     source = load_val(run)
     for index in range(len(source)):
-        source.image(index).save(images / f"{index:03d}.png")
+        source.load_image(index).save(images / f"{index:03d}.png")
     recorded = read(run / "best" / "results.json")
     for weights in (run, next((run / "checkpoints").iterdir())):
         rows = predict(weights, images, "--threshold", 0.5, tmp_path=tmp_path)

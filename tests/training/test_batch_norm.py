@@ -173,7 +173,7 @@ def normalize_far_from_zero() -> list:
         y = maps(torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last))
     y.sum().backward()
     is_channels_last = y.is_contiguous(memory_format=torch.channels_last)
-    types = (is_channels_last, y.dtype, maps[1].collected.dtype, maps[1].weight.grad.dtype)
+    types = (is_channels_last, y.dtype, maps[1].statistic_sums.dtype, maps[1].weight.grad.dtype)
     return [x, layer(x).detach(), types]
 
 

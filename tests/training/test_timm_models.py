@@ -126,7 +126,7 @@ def test_a_head_keeps_its_classes_by_name_and_says_so(architecture: str, tmp_pat
                 if name in CLASSES:
                     expected = trained[key][CLASSES.index(name)]
                 assert torch.equal(tensor[row], expected), (key, name)
-        assert loaded.begins_with == message.format(f"of {num_tensors} tensors of {folder}")
+        assert loaded.weights_summary == message.format(f"of {num_tensors} tensors of {folder}")
 
     check("no, daisy, 007, rose, tulip & co", f"{num_tensors} {{}}")
     # As many classes as before.
@@ -136,7 +136,7 @@ def test_a_head_keeps_its_classes_by_name_and_says_so(architecture: str, tmp_pat
     )
     check("rose, cat", f"{num_kept} {{}}, head new for 1 of 2 classes (cat), kept for rose")
     check("cat, dog, elk, emu, gnu", f"{num_kept} {{}}, head new for all classes")
-    assert build_classifier(architecture, 3).begins_with == ""
+    assert build_classifier(architecture, 3).weights_summary == ""
 
 
 def test_a_head_without_names_is_kept_for_as_many_classes(tmp_path: Path) -> None:
@@ -149,9 +149,9 @@ def test_a_head_without_names_is_kept_for_as_many_classes(tmp_path: Path) -> Non
     (folder / "config.json").write_text(json.dumps(content))
     loaded = build_classifier(str(folder), 3, names=["cat", "dog", "elk"])
     assert torch.equal(loaded.fc.weight, model.fc.weight)
-    assert loaded.begins_with.endswith(", its head as it is: it does not name its classes")
+    assert loaded.weights_summary.endswith(", its head as it is: it does not name its classes")
     smaller = build_classifier(str(folder), 2, names=["cat", "dog"])
-    assert smaller.begins_with.endswith(", head new for all classes")
+    assert smaller.weights_summary.endswith(", head new for all classes")
 
 
 def test_a_model_that_others_would_load_differently_is_refused(monkeypatch) -> None:

@@ -17,7 +17,7 @@ from common.detection.evaluation.matching import IN_CROWD, IOU, Matches
 from common.detection.evaluation.metrics import Detections
 from common.detection.evaluation.plots import read_image
 from common.distributed import is_main
-from common.run.plots import BLUE, ORANGE, Cell, run_of, sheet, short
+from common.run.plots import BLUE, ORANGE, Cell, draw_cells, get_run_name, shorten_name
 
 SAME_IOU = 0.7  # from this overlap on, a detection is at the place of a box
 APART_IOU = 0.2  # below this overlap, a detection is of something else
@@ -89,7 +89,7 @@ def list_suspects(matches: Matches) -> list[Suspect]:
 def _check_image(matches: Matches, image: int) -> list[Suspect]:
     source = matches.source
     rows = matches.get_detections(image, only_confident=False)
-    rows = rows[matches.hits[rows] != IN_CROWD]
+    rows = rows[matches.hit_objects[rows] != IN_CROWD]
     objects = np.arange(source.offsets[image], source.offsets[image + 1])
     objects = objects[~source.crowd[objects]]
     boxes = torch.from_numpy(matches.detections[rows, :4].astype(np.float64))
@@ -147,7 +147,7 @@ def build_table(source: Annotated, suspects: Suspects) -> list[Sequence]:
         row = [
             rank,
             "likely wrong" if suspect.is_likely else "worth a look",
-            source.name(suspect.image),
+            source.get_name(suspect.image),
             suspect.kind,
         ]
         suggestion = [source.classes[int(class_id)]] + _round_box(box)
@@ -158,7 +158,7 @@ def build_table(source: Annotated, suspects: Suspects) -> list[Sequence]:
 def draw_sheet(source: Annotated, suspects: Suspects, path: Path) -> None:
     """Draw a sheet of the most suspicious boxes."""
     cells = [_build_cell(suspects.matches, suspect) for suspect in suspects.boxes[:MAX_PICTURES]]
-    sheet(cells, f"{run_of(path)}, training: {summarize(source, suspects)}", path)
+    draw_cells(cells, f"{get_run_name(path)}, training: {summarize(source, suspects)}", path)
 
 
 def summarize(source: Annotated, suspects: Suspects) -> str:
@@ -180,10 +180,10 @@ def _build_cell(matches: Matches, suspect: Suspect) -> Cell:
     suggested = source.classes[int(class_id)]
     boxes = [(box, suggested, BLUE)]
     kind = suspect.kind if suspect.is_likely else f"{suspect.kind}?"
-    caption = f"{kind}\n{short(suggested, 19)} {score:.2f}"
+    caption = f"{kind}\n{shorten_name(suggested, 19)} {score:.2f}"
     if suspect.object >= 0:
         name = source.classes[source.labels[suspect.object]]
         boxes.insert(0, (source.boxes[suspect.object].tolist(), name, ORANGE))
-        caption = f"{kind}\n{short(name, 12)} → {short(suggested, 12)} {score:.2f}"
+        caption = f"{kind}\n{shorten_name(name, 12)} → {shorten_name(suggested, 12)} {score:.2f}"
     image = np.asarray(read_image(source, suspect.image))
-    return Cell(image, caption, source.name(suspect.image), boxes)
+    return Cell(image, caption, source.get_name(suspect.image), boxes)

@@ -21,7 +21,7 @@ from common.classification.plots import make_cell
 from common.data.source import Source
 from common.distributed import devices
 from common.distributed.collectives import all_sum, gather_to_main
-from common.run.plots import arrow, run_of, sheet
+from common.run.plots import draw_cells, format_arrow, get_run_name
 
 THRESHOLDS = (0.05, 0.04, 0.03, 0.02, 0.01, 0.005)  # for the probability of a label
 # Times the expected number of labels below a threshold: from here on they are likely wrong.
@@ -179,7 +179,7 @@ def build_table(source: Source, suspects: Suspects) -> list[Sequence]:
             (
                 len(table),
                 suspects.verdict(i),
-                source.name(index),
+                source.get_name(index),
                 _format_label(source, index),
                 _format_suggestion(source, suspects, i),
                 f"{suspects.probabilities[i]:.6f}",
@@ -193,11 +193,11 @@ def draw_sheet(source: Source, suspects: Suspects, path: Path) -> None:
     """Draw a sheet of the images whose labels are contradicted most."""
     cells = []
     for i, index in enumerate(suspects.indices[:MAX_PICTURES].tolist()):
-        names = arrow(_format_label(source, index), _format_suggestion(source, suspects, i))
+        names = format_arrow(_format_label(source, index), _format_suggestion(source, suspects, i))
         caption = f"{names}\n{suspects.verdict(i)}, {suspects.probabilities[i]:.4f}"
         cells.append(make_cell(source, index, caption))
     summary = summarize(source, suspects)
-    sheet(cells, f"{run_of(path)}, training (given → suggested): {summary}", path)
+    draw_cells(cells, f"{get_run_name(path)}, training (given → suggested): {summary}", path)
 
 
 def summarize(source: Source, suspects: Suspects) -> str:

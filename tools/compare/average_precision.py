@@ -39,7 +39,7 @@ class AveragePrecision:
         id_ranks = np.argsort(np.argsort(source.image_ids))
         best_first = np.lexsort((id_ranks[images], -rows[:, 4]))
         matches = Matches.from_best(source, images[best_first], rows[best_first])
-        hits = np.stack([replace(matches, iou=iou).hits for iou in THRESHOLDS.tolist()])
+        hits = np.stack([replace(matches, iou=iou).hit_objects for iou in THRESHOLDS.tolist()])
         areas = (matches.detections[:, 2:4] - matches.detections[:, :2]).astype(np.float64).prod(1)
         is_odd = (areas < 0) | (areas > 1e10)  # turned inside out, which COCO ignores
         is_ignored = (hits == IN_CROWD) | ((hits == NO_OBJECT) & is_odd)

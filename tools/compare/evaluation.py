@@ -145,7 +145,7 @@ def _evaluate_segmenter(val: Any, predictions: Iterable[tuple], device: Any) -> 
     num_classes = len(val.classes)
     num_outputs = num_classes
     if val.model_classes is not None:
-        num_outputs += len(val.model_classes.extra_ids)
+        num_outputs += len(val.model_classes.absent_ids)
     counts = torch.zeros(len(val), num_classes, 3, dtype=torch.int64, device=device)
     num_images = torch.zeros(1, dtype=torch.int64, device=device)
     for batch, ids in predictions:

@@ -108,7 +108,7 @@ class ClassifierTask(Task):
         }
 
     def read_picture(self, index: int) -> np.ndarray:
-        return np.asarray(self.val.image(index))
+        return np.asarray(self.val.load_image(index))
 
     def predict(self) -> Iterator[dict | None]:
         # Share of right decisions of the trained and of the exported model, for each image.

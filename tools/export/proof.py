@@ -126,7 +126,7 @@ def evaluate(task: Task, session: Session) -> Verdict:
     ):
         if expected is None:
             continue
-        name = task.val.name(index)
+        name = task.val.get_name(index)
         outputs = None
         picture = read_input(task, index)
         if picture is not None:

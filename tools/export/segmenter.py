@@ -104,14 +104,14 @@ class SegmenterTask(Task):
             },
         }
         # The column of each class of the model: those of the data first.
-        order = list(self.class_ids) + val.model_classes.extra_ids  # type: ignore[union-attr]
+        order = list(self.class_ids) + val.model_classes.absent_ids  # type: ignore[union-attr]
         self.columns = np.argsort(order)
         shape = (len(val.classes), len(self.classes))
         self.trained_confusion = np.zeros(shape, np.int64)
         self.exported_confusion = np.zeros(shape, np.int64)
 
     def read_picture(self, index: int) -> np.ndarray:
-        return np.asarray(self.val.image(index))
+        return np.asarray(self.val.load_image(index))
 
     def predict(self) -> Iterator[dict | None]:
         for batch, predictions in self.trained.predict(self.model, self.batches):

@@ -28,17 +28,17 @@ class FileList:
     # A list of strings would be copied page by page into every data worker.
     paths: pa.LargeBinaryArray
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         return join_path("", self.paths, index)
 
-    content = name
+    get_content = get_name
 
     @property
     def headers(self) -> np.ndarray:
         """int64[N, 4] as `image_headers` reads them."""
         return read_file_headers("", self.paths, allow_missing=True)
 
-    def expect(self, indices: np.ndarray) -> None:
+    def prefetch(self, indices: np.ndarray) -> None:
         return
 
     def __len__(self) -> int:
@@ -53,16 +53,16 @@ class NamedByIndex:
     """Images whose names are their indices, so that `Batch.broken` says which could not be read."""
 
     files: "FileList | Shards"
-    fingerprint = part = ""
+    fingerprint = split_text = ""
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         return str(index)
 
-    def content(self, index: int) -> str | bytes:
-        return self.files.content(index)
+    def get_content(self, index: int) -> str | bytes:
+        return self.files.get_content(index)
 
-    def expect(self, indices: np.ndarray) -> None:
-        self.files.expect(indices)
+    def prefetch(self, indices: np.ndarray) -> None:
+        self.files.prefetch(indices)
 
 
 @dataclass(frozen=True)

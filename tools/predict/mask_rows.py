@@ -34,7 +34,7 @@ class MaskRowBuilder:
         # An image's name is its index.
         errors = dict(text.split(": ", 1) for text in batch.broken)
         for index, predicted in zip(batch.positions.tolist(), predictions, strict=True):
-            row: dict = {"file": self.source.files.name(index)}
+            row: dict = {"file": self.source.files.get_name(index)}
             if str(index) in errors:
                 yield index, row | {"error": errors[str(index)]}
                 continue
@@ -66,7 +66,7 @@ class MaskRowBuilder:
                 mask.save(path)
                 names["mask"] = str(path)
             if self.overlays:
-                image = self.source.image(index)
+                image = self.source.load_image(index)
                 overlay = Image.blend(image, Image.fromarray(colours[ids]), 0.5)
                 overlay.save(name_picture(self.overlays, index, file))
         except BrokenImage:  # replaced since it was predicted

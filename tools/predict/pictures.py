@@ -24,7 +24,7 @@ def draw_predictions(folder: Path, index: int, source: Any, row: dict) -> None:
     path = name_picture(folder, index, row["file"])
     predictions = row["predictions"]
     try:
-        image = source.image(index)
+        image = source.load_image(index)
         if "width" not in row:
             scores = [(prediction["class"], prediction["score"]) for prediction in predictions]
             draw_captioned(image, scores, path)

@@ -50,7 +50,7 @@ def make_plan(args: argparse.Namespace, trained: TrainedModel, shards: "Shards |
     category_ids: dict[str, int] = {}
     if args.images_of:
         annotations = read_coco_ids(args.images_of)
-        names = [images.name(index) for index in range(len(images))]
+        names = [images.get_name(index) for index in range(len(images))]
         image_ids = match_images(annotations, names)
         category_ids = match_categories(annotations, trained.classes)
         num_images = len(annotations.images)

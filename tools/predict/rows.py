@@ -38,7 +38,7 @@ class RowBuilder:
         errors = dict(text.split(": ", 1) for text in batch.broken)
         outputs_per_image = self._split_outputs(outputs)
         for index, image_outputs in zip(batch.positions.tolist(), outputs_per_image, strict=True):
-            row: dict = {"file": self.source.files.name(index)}
+            row: dict = {"file": self.source.files.get_name(index)}
             if str(index) in errors:
                 yield index, row | {"error": errors[str(index)]}
                 continue

@@ -9,7 +9,7 @@ import numpy as np
 from common.durable import remove, replace_file, replace_folder, sync_folder
 from common.files import to_json
 from common.run.folder import write_json
-from common.run.plots import ORANGE, Cell, arrow, sheet
+from common.run.plots import ORANGE, Cell, draw_cells, format_arrow
 from tools.command_line import refuse_unwritable
 
 MAX_PICTURES = 48  # on the sheet
@@ -38,7 +38,7 @@ def write(recorder: Any, replayed: dict, logged: dict, run: Path, output: Path) 
             lines = [json.dumps(to_json(sample)) + "\n" for sample in samples]
             replace_file(draft / "samples.jsonl", "".join(lines).encode())
             cells = [build_cell(samples[i], recorder.pictures[i]) for i in largest_first]
-            sheet(cells, headline, draft / "sheet.png")
+            draw_cells(cells, headline, draft / "sheet.png")
             sync_folder(draft)
             replace_folder(output, draft)
     finally:
@@ -83,6 +83,6 @@ def build_cell(sample: dict, pixels: np.ndarray) -> Cell:
     """A sample on the sheet: uint8[H, W, 3] with its label and prediction, or with its boxes."""
     caption = sample["label"]
     if "predicted" in sample:
-        caption = arrow(caption, sample["predicted"])
+        caption = format_arrow(caption, sample["predicted"])
     boxes = [(box["box"], box["label"], ORANGE) for box in sample.get("boxes", [])]
     return Cell(pixels, f"{caption}\nloss {sample['loss']:.3g}", sample["image"], boxes)

@@ -34,7 +34,7 @@ class Sample(NamedTuple):
 class Annotated(ImageList):
     """N images with M boxes of K classes, which can be pickled and work after a fork.
 
-    Subclasses define `fingerprint`, `name` and `content`.
+    Subclasses define `fingerprint`, `get_name` and `get_content`.
     """
 
     classes: tuple[str, ...]  # K names, by class id
@@ -58,7 +58,7 @@ class Annotated(ImageList):
     # What loading has corrected or left out.
     notes: tuple[str, ...] = field(default=(), kw_only=True)
     # For people: "val.json" or "20 % held out of train.json"
-    part: str = field(default="", kw_only=True)
+    split_text: str = field(default="", kw_only=True)
     # With --eval_only, the evaluated model's.
     model_classes: ModelClasses | None = field(default=None, kw_only=True)
 
@@ -113,13 +113,13 @@ class Annotated(ImageList):
             masks = self.masks.select(indices, boxes)
         return replace(self, **columns, offsets=offsets, masks=masks)
 
-    def image(self, index: int) -> Image.Image:
+    def load_image(self, index: int) -> Image.Image:
         """The image, RGB and upright, of `sizes[index]`. Raises `images.BrokenImage`."""
         return Image.fromarray(self.open_picture(index).decode().permute(1, 2, 0).numpy())
 
     def open_picture(self, index: int) -> Picture:
         """The same image, decoded only where it is used. Raises `images.BrokenImage`."""
-        picture = Picture(self.content(index))
+        picture = Picture(self.get_content(index))
         width, height = self.sizes[index].tolist()
         if (picture.width, picture.height) != (width, height):
             raise BrokenImage(
@@ -186,8 +186,8 @@ class AnnotatedImages(Annotated):
     def blocks(self) -> Blocks | None:
         return self.images.blocks
 
-    def expect(self, indices: np.ndarray) -> None:
-        self.images.expect(indices)
+    def prefetch(self, indices: np.ndarray) -> None:
+        self.images.prefetch(indices)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -205,14 +205,14 @@ class AnnotatedImages(Annotated):
         paths = getattr(self.images, "paths", None)
         return hash_source(self.classes, self.labels, np.concatenate(chunks), paths)
 
-    def name(self, index: int) -> str:
-        return self.images.name(index)
+    def get_name(self, index: int) -> str:
+        return self.images.get_name(index)
 
-    def listed_name(self, index: int) -> str:
-        return self.images.listed_name(index)
+    def get_listed_name(self, index: int) -> str:
+        return self.images.get_listed_name(index)
 
-    def content(self, index: int) -> str | bytes | Image.Image:
-        return self.images.content(index)
+    def get_content(self, index: int) -> str | bytes | Image.Image:
+        return self.images.get_content(index)
 
     def select(self, indices: np.ndarray) -> Self:
         return replace(super().select(indices), images=self.images.select(indices))

@@ -41,7 +41,7 @@ _ARRAYS = (
     "byte_counts",
     *_WIDTHS,
 )
-_METADATA = ("classes", "notes", "part", "fingerprint")
+_METADATA = ("classes", "notes", "split_text", "fingerprint")
 
 Sources = tuple[AnnotatedImages, ...]  # to train on and to evaluate on, or only to evaluate on
 
@@ -157,7 +157,7 @@ def _build_source(columns: dict[str, Any], index: int, metadata: dict[str, Any])
     source = AnnotatedImages(
         classes=tuple(metadata["classes"]),
         notes=tuple(metadata["notes"]),
-        part=metadata["part"],
+        split_text=metadata["split_text"],
         images=build_image_files(metadata["root"], paths),
         masks=masks,
         **{name: copy_array(name) for name in _ARRAYS},  # type: ignore[arg-type]

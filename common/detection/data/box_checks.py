@@ -66,7 +66,7 @@ class RawBoxes:
 
     def note_images(self, change: str, is_changed: np.ndarray) -> None:
         """Count the images that are changed, bool[N]."""
-        first = self.images.name(int(is_changed.argmax()))
+        first = self.images.get_name(int(is_changed.argmax()))
         self.image_notes.change(change, first, is_changed.sum())
 
     def note_boxes(self, change: str, is_changed: np.ndarray) -> None:
@@ -78,7 +78,7 @@ class RawBoxes:
         box = int(selected.argmax())
         left, top, width, height = self.boxes[box].tolist()
         corners = f"{left:.6g}, {top:.6g}, {left + width:.6g}, {top + height:.6g}"
-        image_name = self.images.name(int(self.image_indices[box]))
+        image_name = self.images.get_name(int(self.image_indices[box]))
         return f"{image_name} with left, top, right, bottom {corners}"
 
     def describe_boxes(self, selected: np.ndarray, problem: str) -> str:
@@ -122,7 +122,7 @@ def find_class_ids(
     is_unknown = class_ids < 0
     if is_unknown.any():
         box = int(is_unknown.argmax())
-        image_name = images.name(int(image_indices[box]))
+        image_name = images.get_name(int(image_indices[box]))
         class_names = ", ".join(str(name) for name in classes[:10].to_pylist())
         raise Refused(
             f"{title}: {is_unknown.sum():,} boxes of an unknown class, first of {image_name}: "
@@ -312,7 +312,7 @@ def _find_upright(raw: RawBoxes, headers: np.ndarray) -> np.ndarray:
         width, height = compute_upright_sizes(headers)[index].tolist()
         raise Refused(
             f"{raw.title}: {is_wrong.sum():,} of {len(headers):,} images have another size than "
-            f"annotated, first {raw.images.name(index)}: {annotated_width} x {annotated_height} in "
+            f"annotated, first {raw.images.get_name(index)}: {annotated_width} x {annotated_height} in "
             f"the annotations, {width} x {height} in the file; boxes would miss their objects"
         )
     is_rotated = headers[:, 2] != 1

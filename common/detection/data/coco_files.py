@@ -97,7 +97,7 @@ def _find_files(root: Path, patterns: tuple[str, ...], affixes: re.Pattern[str])
 def open_coco_folder(root: Path, files: dict[str, Path], masks: bool) -> Folder:
     return Folder(
         identity=("COCO", root, files),
-        labels={name: str(file.relative_to(root)) for name, file in files.items()},
+        split_texts={name: str(file.relative_to(root)) for name, file in files.items()},
         origins=files,
         read_split=partial(_read_split, root, files, masks),
     )

@@ -36,7 +36,7 @@ class Folder:
     identity: (
         object  # its `repr` names everything that the annotations depend on, besides the files
     )
-    labels: dict[str, str]  # name of each split -> how messages call it
+    split_texts: dict[str, str]  # name of each split -> how messages call it
     origins: dict[str, Path]  # of each split, the file or folder with its annotations
     # Name, classes of the first split.
     read_split: Callable[[str, tuple[str, ...] | None, FileStats], AnnotatedImages]

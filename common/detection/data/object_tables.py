@@ -73,7 +73,7 @@ def open_object_tables(
             sources.append(reader.read(split, images, headers))
         return sources
 
-    return DataSplits(tables.get_split_labels(dict(splits)), read)
+    return DataSplits(tables.describe_splits(dict(splits)), read)
 
 
 def find_objects(split: Split, column: str) -> str:

@@ -112,10 +112,10 @@ class Scenes(Annotated):
     def build_rles(self, index: int) -> list[dict]:
         return encode_masks(self.draw_scene(index).masks)
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         return f"scene[{index}]"
 
-    def content(self, index: int) -> Image.Image:
+    def get_content(self, index: int) -> Image.Image:
         return Image.fromarray(self.draw_scene(index).image)
 
     @cached_property
@@ -130,7 +130,7 @@ def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
     train = _build_scenes(
         train_digits,
         num_scenes=_EPOCH_SIZE,
-        part="fresh scenes",
+        split_text="fresh scenes",
         key=key_of(seed, "scenes"),
         fresh=True,
         masks=masks,
@@ -138,7 +138,7 @@ def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
     val = _build_scenes(
         val_digits,
         num_scenes=_NUM_VAL_SCENES,
-        part="fixed scenes of held-out digits",
+        split_text="fixed scenes of held-out digits",
         key=key_of("validation scenes"),
         fresh=False,
         masks=masks,
@@ -159,7 +159,7 @@ def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
 
 
 def _build_scenes(
-    digits: Digits, num_scenes: int, part: str, key: int, fresh: bool, masks: bool
+    digits: Digits, num_scenes: int, split_text: str, key: int, fresh: bool, masks: bool
 ) -> Scenes:
     images = [Image.fromarray(np.where(image > _MIN_INK, image, 0)) for image in digits.pixels]
     return Scenes(
@@ -169,7 +169,7 @@ def _build_scenes(
         digits=digits.labels,
         key=key,
         fresh=fresh,
-        part=part,
+        split_text=split_text,
         draws_masks=masks,
     )
 

@@ -12,18 +12,18 @@ from common.detection.data.object_tables import EXTRA_COLUMNS, find_objects, ope
 from common.shards import KeptColumns, open_sources
 
 
-def open_parts(spec: Any) -> DataSplits[AnnotatedImages]:
-    """The parts of the shards that `spec.data` names. A collective. Raises `Refused`."""
+def open_splits(spec: Any) -> DataSplits[AnnotatedImages]:
+    """The splits of the shards that `spec.data` names. A collective. Raises `Refused`."""
     import datasets
 
     columns = _keep_columns(spec.objects_column, spec.group_column)
-    labels, images = open_sources(spec, spec.objects_column, columns)
+    split_texts, images = open_sources(spec, spec.objects_column, columns)
     splits = {}
     for name, source in images.items():
         rows = datasets.Dataset(datasets.table.InMemoryTable(source.index.rows))
         splits[name] = Split(redact_name(spec.data), name, rows)
-    parts = open_object_tables(splits, spec, images)
-    return replace(parts, labels=labels)
+    data_splits = open_object_tables(splits, spec, images)
+    return replace(data_splits, split_texts=split_texts)
 
 
 def _keep_columns(objects_column: str, group_column: str) -> KeptColumns:

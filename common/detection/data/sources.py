@@ -74,10 +74,10 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
 def _load_shards(spec: Spec) -> tuple[AnnotatedImages, ...]:
     """The sources of shards. A collective. Raises `Refused`."""
     # Imported here, since most data are no shards.
-    from common.detection.data.shard_objects import open_parts
+    from common.detection.data.shard_objects import open_splits
     from common.shards import share_blocks
 
-    parts = open_parts(spec)
+    parts = open_splits(spec)
     with data_spec.guard_reading(spec.data):
         sources = _read_sources(spec, parts)
     if spec.is_eval_only:  # images to evaluate are read one by one, in the order of their sizes
@@ -100,7 +100,7 @@ def _load_files(spec: Spec) -> tuple[Annotated, ...]:
 
 def _read_sources(spec: Spec, parts: DataSplits[A]) -> tuple[A, ...]:
     """The splits that are used; one of them divided, if there is none to evaluate on."""
-    subsets = spec.choose_subsets(parts.labels)
+    subsets = spec.choose_subsets(parts.split_texts)
     undivided = data_spec.read_splits(parts, subsets)
     if spec.masks and not all(source.has_masks for source in undivided.values()):
         raise Refused(
@@ -108,7 +108,7 @@ def _read_sources(spec: Spec, parts: DataSplits[A]) -> tuple[A, ...]:
             "from digits or a folder in COCO's format with segmentations; give one, or choose a "
             "detector of boxes"
         )
-    sources = spec.divide(parts.labels, subsets, undivided)
+    sources = spec.divide(parts.split_texts, subsets, undivided)
     for subset, source in zip(subsets, sources, strict=True):
         if subset.side != splits.WHOLE and not len(source.boxes):
             purpose = "evaluate on" if subset.side == splits.HELD_OUT else "train on"
@@ -133,7 +133,7 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
             f"Hugging Face data set with a column of objects{suggest_path(path)}"
         )
     spec.refuse_columns()
-    subsets = spec.choose_subsets(folder.labels)
+    subsets = spec.choose_subsets(folder.split_texts)
     held_out = None
     if any(subset.side != splits.WHOLE for subset in subsets):
         held_out = (spec.seed, spec.val_share, spec.group_column)
@@ -143,7 +143,7 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
         cached = annotation_cache.load(cache_file)
         if cached:
             return cached
-    sources = _read_sources(spec, DataSplits(folder.labels, folder.read))
+    sources = _read_sources(spec, DataSplits(folder.split_texts, folder.read))
     pa.default_memory_pool().release_unused()  # gigabytes, of COCO's annotations
     if cache_file:
         annotation_cache.save(cache_file, sources, folder.stats)

@@ -103,12 +103,12 @@ def _find_xml(folder: Path) -> _Split | None:
 
 
 def _open_folder(root: Path, splits: dict[str, _Split]) -> Folder:
-    labels = {}
+    split_texts = {}
     for name, split in splits.items():
-        labels[name] = format_relative(root, split.list_file or split.annotations)
+        split_texts[name] = format_relative(root, split.list_file or split.annotations)
     return Folder(
         identity=("VOC", root, splits),
-        labels=labels,
+        split_texts=split_texts,
         origins={name: split.annotations for name, split in splits.items()},
         read_split=partial(_read_split, root, splits),
     )

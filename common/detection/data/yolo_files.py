@@ -75,12 +75,12 @@ def find_yolo_folder(path: Path) -> Folder | None:
     data = _read_description(root, file) if file else _find_undescribed(root)
     if not data:
         return None
-    labels = {}
+    split_texts = {}
     for name, paths in data.splits.items():
-        labels[name] = ", ".join(format_relative(root, path) for path in paths)
+        split_texts[name] = ", ".join(format_relative(root, path) for path in paths)
     return Folder(
         identity=("YOLO", root, data),
-        labels=labels,
+        split_texts=split_texts,
         origins={name: paths[0] for name, paths in data.splits.items()},
         read_split=partial(_read_split, data),
     )

@@ -66,7 +66,7 @@ class Matches:
         return cls(source, images[best], detections[best])
 
     @cached_property
-    def hits(self) -> np.ndarray:
+    def hit_objects(self) -> np.ndarray:
         """int64[n]: the object of its class that each detection shows; else `NO_OBJECT` or `IN_CROWD`."""
         num_detections = len(self.detections)
         unmatched = np.full(num_detections, NO_OBJECT)
@@ -115,7 +115,7 @@ class Matches:
     @cached_property
     def is_false_alarm(self) -> np.ndarray:
         """bool[n]: the confident detections that show no object of their class."""
-        return self.is_confident & (self.hits == NO_OBJECT)
+        return self.is_confident & (self.hit_objects == NO_OBJECT)
 
     @cached_property
     def matched_objects(self) -> np.ndarray:
@@ -123,14 +123,14 @@ class Matches:
 
         Else `NO_OBJECT` or `IN_CROWD`.
         """
-        is_kept = self.is_confident | (self.hits == IN_CROWD)
-        hits = np.where(is_kept, self.hits, NO_OBJECT)
+        is_kept = self.is_confident | (self.hit_objects == IN_CROWD)
+        hits = np.where(is_kept, self.hit_objects, NO_OBJECT)
         return self._assign(hits, self.is_confident & (hits == NO_OBJECT), same_class=False)
 
     @cached_property
     def is_detected(self) -> np.ndarray:
         """bool[M]: the objects that a confident detection of their class shows."""
-        return self._mark_objects(self.hits[self.is_confident])
+        return self._mark_objects(self.hit_objects[self.is_confident])
 
     @cached_property
     def is_missed(self) -> np.ndarray:
@@ -167,7 +167,7 @@ class Matches:
         shares = self.source.areas[objects] / image_areas
         worst = np.argsort(-shares, kind="stable")[:limit]
         scores = self.detections[:, 4].tolist()
-        score_by_object = dict(zip(self.hits.tolist(), scores, strict=True))
+        score_by_object = dict(zip(self.hit_objects.tolist(), scores, strict=True))
         misses = []
         for image, index in zip(owners[worst].tolist(), objects[worst].tolist(), strict=True):
             misses.append(Mistake("missed", image, index, score=score_by_object.get(index, 0.0)))
@@ -203,11 +203,11 @@ class Matches:
 
     @cached_property
     def _judged(self) -> _Judged:
-        indices = self._best_first[self.hits[self._best_first] != IN_CROWD]
+        indices = self._best_first[self.hit_objects[self._best_first] != IN_CROWD]
         return _Judged(
             scores=self.detections[indices, 4],
             labels=self.detections[indices, 5].astype(np.int64),
-            is_hit=self.hits[indices] >= 0,
+            is_hit=self.hit_objects[indices] >= 0,
         )
 
     @cached_property

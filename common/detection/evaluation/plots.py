@@ -12,7 +12,18 @@ from common.data.images import BrokenImage
 from common.detection.data.annotated import Annotated
 from common.detection.evaluation.matching import IN_CROWD, IOU, Matches, Mistake
 from common.run import plots
-from common.run.plots import BLUE, GREEN, GREY, INK, ORANGE, PALE, Cell, evaluation_of, sheet, short
+from common.run.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PALE,
+    Cell,
+    describe_plot,
+    draw_cells,
+    shorten_name,
+)
 
 NUM_IMAGES = 12
 NUM_CROPS = 12  # of misses, and of false alarms
@@ -37,14 +48,14 @@ def draw_predictions(matches: Matches, path: Path) -> None:
     cells = []
     for index in _choose_images(source):
         image = np.asarray(read_image(source, index))
-        name = source.name(index)
+        name = source.get_name(index)
         objects = np.arange(source.offsets[index], source.offsets[index + 1])
         is_crowd = source.crowd[objects]
         colours = np.where(matches.is_detected[objects], BLUE, ORANGE)
         object_marks = _mark_objects(source, objects, np.where(is_crowd, GREY, colours).tolist())
 
         detections = matches.get_detections(index)
-        hits = matches.hits[detections]
+        hits = matches.hit_objects[detections]
         colours = np.where(hits >= 0, BLUE, ORANGE)
         colours = np.where(hits == IN_CROWD, GREY, colours)
         detection_marks = _mark_detections(matches, detections, colours.tolist())
@@ -56,7 +67,7 @@ def draw_predictions(matches: Matches, path: Path) -> None:
     if cells:
         headline = f"objects, and predictions that score {matches.threshold:.2f} or more (best F1)"
     legend = "found blue, missed or false orange, crowds grey"
-    sheet(cells, f"{evaluation_of(path)}: {headline}\n{legend}", path)
+    draw_cells(cells, f"{describe_plot(path)}: {headline}\n{legend}", path)
 
 
 def draw_precision_recall(precision: np.ndarray, class_names: Sequence[str], path: Path) -> None:
@@ -94,7 +105,7 @@ def draw_precision_recall(precision: np.ndarray, class_names: Sequence[str], pat
         )
         for text in legend.get_texts():
             text.set_parse_math(False)
-    plots.title(axes.set_title, f"{evaluation_of(path)}: {headline}")
+    plots.title(axes.set_title, f"{describe_plot(path)}: {headline}")
     plots.save(figure, path)
 
 
@@ -106,7 +117,7 @@ def _draw_named_curves(
     class_names: Sequence[str],
 ) -> None:
     for class_id, (style, colour) in zip(class_ids, product(LINE_STYLES, COLOURS), strict=False):
-        name = short(class_names[class_id], 24)
+        name = shorten_name(class_names[class_id], 24)
         axes.plot(
             recalls,
             precision[class_id],
@@ -134,7 +145,7 @@ def draw_mistakes(matches: Matches, path: Path) -> None:
     cells = [_draw_mistake(matches, mistake) for mistake in misses + alarms]
     counts = f"{len(misses)} worst misses, {len(alarms)} most confident false alarms"
     headline = f"{counts}, at a score of {matches.threshold:.2f} or more"
-    sheet(cells, f"{evaluation_of(path)}: {headline}", path)
+    draw_cells(cells, f"{describe_plot(path)}: {headline}", path)
 
 
 def draw_detections(
@@ -185,7 +196,7 @@ def _choose_images(source: Annotated) -> list[int]:
 def read_image(source: Annotated, index: int) -> Image.Image:
     """The image; black, as in the evaluation, if it can't be read."""
     try:
-        return source.image(index)
+        return source.load_image(index)
     except BrokenImage:
         return Image.new("RGB", tuple(source.sizes[index].tolist()))
 
@@ -214,7 +225,7 @@ def _mark_detections(
 def _make_mark(
     corners: Sequence[float], name: str, colour: str, score: float | None = None
 ) -> Mark:
-    text = short(name, 16)
+    text = shorten_name(name, 16)
     if score is not None:
         text += f" {score:.2f}".replace("0.", ".")
     return corners, text, colour
@@ -231,12 +242,12 @@ def _draw_mistake(matches: Matches, mistake: Mistake) -> Cell:
         marks = _mark_objects(source, [mistake.object], [colour])
     if mistake.kind == "missed":
         reason = f"only {mistake.score:.2f}" if mistake.score else "no such detection"
-        caption = f"missed {short(name, 15)}\n{reason}"
+        caption = f"missed {shorten_name(name, 15)}\n{reason}"
     else:
         marks += _mark_detections(matches, [mistake.detection], [ORANGE])
         score, label = matches.detections[mistake.detection, 4:].tolist()
         reason = _explain_mistake(mistake, name)
-        caption = f"{short(source.classes[int(label)], 18)} {score:.2f}\n{reason}"
+        caption = f"{shorten_name(source.classes[int(label)], 18)} {score:.2f}\n{reason}"
     image = read_image(source, mistake.image)
     left, top, right, bottom = marks[-1][0]
     margin = max(right - left, bottom - top, 8)
@@ -248,7 +259,7 @@ def _draw_mistake(matches: Matches, mistake: Mistake) -> Cell:
     for corners, text, colour in marks:
         shifted.append((np.subtract(corners, (left, top, left, top)).tolist(), text, colour))
     crop = np.asarray(image.crop((left, top, right, bottom)))
-    return Cell(crop, caption, source.name(mistake.image), shifted)
+    return Cell(crop, caption, source.get_name(mistake.image), shifted)
 
 
 def _explain_mistake(mistake: Mistake, object_name: str) -> str:
@@ -258,4 +269,4 @@ def _explain_mistake(mistake: Mistake, object_name: str) -> str:
         return f"off: IoU {mistake.overlap:.2f}"
     if mistake.kind == "background":
         return "nothing there"
-    return f"is {short(object_name, 18)}"
+    return f"is {shorten_name(object_name, 18)}"

@@ -28,14 +28,14 @@ class Detector(nn.Module):
     stride: int  # sides of the canvas are multiples of this, in pixels
     backbone: nn.Module  # the part that can be compiled; the rest breaks graphs
     pretrained_cfg: dict[str, Any]  # mean and std of its images, for pixels in 0..1
-    begins_with: str  # which weights were loaded, as text
+    weights_summary: str  # which weights were loaded, as text
     title: str  # what the start table calls the detector
     limit: int = 100  # largest number of detections in an image; COCO's evaluation takes 100
     # Images are stretched to squares, as for the published weights of its family.
     needs_squares = False
     forward_methods = ("detect",)  # see `common.distributed.sharding.shard_model`
     size_flag = "--short_sides"  # see `common.training.warm_up.warm_up`
-    looks_ahead = True  # see `training.step.StepModule`
+    needs_whole_step = True  # see `training.step.StepModule`
 
     def count_divisors(self, targets: list[dict], canvas: Sequence[int]) -> Tensor:
         """Count int64[C], summed over the global batch the divisors of losses; here the images."""

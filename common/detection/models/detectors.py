@@ -70,7 +70,7 @@ def build_detector(spec: DetectorSpec) -> Detector:
     backbone = Backbone(spec, levels, detector_class.coarser)
     torch.manual_seed(spec.seed + 3)
     detector = detector_class(backbone, spec)
-    detector.begins_with = format_loaded_backbone(
+    detector.weights_summary = format_loaded_backbone(
         backbone.trunk, detector, spec.model, spec.pretrained
     )
     return detector

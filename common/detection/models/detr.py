@@ -43,7 +43,7 @@ class DETR(Detector):
     def __init__(self, spec: DetectorSpec) -> None:
         super().__init__()
         self.model, self.pretrained_cfg = build_model(spec)
-        self.begins_with = self.model.begins_with
+        self.weights_summary = self.model.weights_summary
         self.config = self.model.config
         self.seed = spec.seed
         self.num_classes = spec.num_classes

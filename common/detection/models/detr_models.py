@@ -46,7 +46,7 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
         return load_model(spec, build=_build_untrained, prepare=_prepare)
     whole, normalization = _build_on_timm(spec)
     model = _prepare(whole)
-    model.begins_with = timm_models.format_loaded_backbone(
+    model.weights_summary = timm_models.format_loaded_backbone(
         get_backbone(model)._backbone, model, spec.model, spec.pretrained
     )
     return model, normalization
@@ -216,7 +216,7 @@ def _build_architecture(
         num_labels=spec.num_classes,
     )
     model = prepare(build(_make_exact(config), spec.seed))
-    model.begins_with = ""
+    model.weights_summary = ""
     is_dino = config.backbone_config.model_type in ("dinov3_vit", "rf_detr_dinov2")
     return model, _IMAGENET if is_dino else _NO_NORMALIZATION
 
@@ -256,13 +256,13 @@ def _adapt_to_classes(
     is_same = config.num_labels == spec.num_classes and class_names in ([], trained_names)
     if trained and is_same:
         num_tensors = len(trained.state_dict())
-        trained.begins_with = timm_models.format_loaded(
+        trained.weights_summary = timm_models.format_loaded(
             num_tensors, num_tensors, spec.model, [], trained_names
         )
         return trained
     config.num_labels = spec.num_classes
     model = build()
-    model.begins_with = ""
+    model.weights_summary = ""
     if trained:
         if not class_names:
             class_names = [str(index) for index in range(spec.num_classes)]
@@ -272,7 +272,7 @@ def _adapt_to_classes(
         if new_rows:
             num_loaded -= len(view_class_rows(state, spec.num_classes))
         new_names = [class_names[row] for row in new_rows]
-        model.begins_with = timm_models.format_loaded(
+        model.weights_summary = timm_models.format_loaded(
             num_loaded, len(state), spec.model, new_names, class_names
         )
     return model

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchvision.ops import box_convert
 
 from common.detection.models.boxes import build_tensor, compute_ious, copy_to_device
-from common.randomness import key_of, uniforms
+from common.randomness import key_of, sample_uniform
 
 # Instead of the index of a group.
 _PADDING = -1
@@ -298,7 +298,7 @@ def _plan_denoising(
         layout[1, i, :size] = index // (2 * n)
         layout[2, i, :size] = index // n % 2
         counters = index[:, None] * 10 + np.arange(10)
-        random[i, :size] = uniforms(counters, key_of(seed, "denoising", positions[i]))
+        random[i, :size] = sample_uniform(counters, key_of(seed, "denoising", positions[i]))
     return layout, random
 
 

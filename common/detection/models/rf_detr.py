@@ -62,7 +62,7 @@ class RFDETR(Detector):
     def __init__(self, spec: DetectorSpec) -> None:
         super().__init__()
         self.model, self.pretrained_cfg = _build_model(spec)
-        self.begins_with = self.model.begins_with
+        self.weights_summary = self.model.weights_summary
         self.config = self.model.config
         self.num_classes = spec.num_classes
         self.seed = spec.seed

@@ -225,7 +225,7 @@ def test_voc_lists_may_have_spaces_repeats_and_columns(tmp_path):
     )
     write(tmp_path / "ImageSets/Main/train.txt", "my dog 1\na -1\nb.jpg  1\nmy dog 1.jpg\n")
     train, _ = read(tmp_path)
-    assert [Path(train.name(index)).stem for index in range(3)] == ["my dog 1", "a", "b"]
+    assert [Path(train.get_name(index)).stem for index in range(3)] == ["my dog 1", "a", "b"]
     assert train.classes == ("big dog", "cat", "dog") and train.crowd.tolist() == [
         True,
         False,
@@ -320,7 +320,9 @@ def test_layouts_of_tools_are_read(tmp_path, name):
     LAYOUTS[name](tmp_path)
     train, val = read(tmp_path)
     if "COCO" in name:
-        assert len(train) == len(val) == 3 and train.image(0).size == val.image(2).size == (40, 30)
+        assert len(train) == len(val) == 3 and train.load_image(0).size == val.load_image(
+            2
+        ).size == (40, 30)
     else:
         assert len(train) + len(val) == (8 if (tmp_path / "train").is_dir() else 4)
         assert train.classes == ("cat",) and len(train.boxes) == len(train)
@@ -360,7 +362,7 @@ def test_a_folder_with_metadata_is_read(tmp_path):
 
 def test_a_folder_without_parts_is_called_all_images(tmp_path):
     make_mixed(tmp_path, ".")
-    assert [source.part for source in read(tmp_path)] == [
+    assert [source.split_text for source in read(tmp_path)] == [
         "75 % of all images",
         "25 % held out of all images",
     ]

@@ -91,7 +91,7 @@ def test_coco_boxes_become_columns_by_image(tmp_path, monkeypatch):
         12.5,
         12.5,
     ]
-    assert train.name(1) == f"{tmp_path}/train/4.jpg" and train.image(1).size == (40, 30)
+    assert train.get_name(1) == f"{tmp_path}/train/4.jpg" and train.load_image(1).size == (40, 30)
     assert train.notes == (
         f"{tmp_path}/train.json: 1 of 3 images have no boxes and are background, first "
         f"{tmp_path}/train/10.jpg",
@@ -150,7 +150,7 @@ def test_a_broken_image_is_noted_on_loading_and_named_on_reading(tmp_path):
     # Its objects still count as missed.
     assert train.sizes[1].tolist() == [40, 30] and len(boxes_of(train, 1)) == 2
     with pytest.raises(BrokenImage, match="not an image"):
-        train.image(1)
+        train.load_image(1)
     picture(tmp_path / "train/10.jpg", (20, 10))
     with pytest.raises(BrokenImage, match="20 x 10 pixels large, and was 40 x 30"):
         train.load_sample(0, 0)
@@ -167,7 +167,7 @@ def test_the_hold_out_depends_on_seed_and_path_alone(tmp_path):
     for source in (train, val):
         check_columns(source)
         for index in range(len(source)):
-            assert source.name(index).endswith(f"/{source.image_ids[index]}.jpg")
+            assert source.get_name(index).endswith(f"/{source.image_ids[index]}.jpg")
             assert boxes_of(source, index)[0][0] == source.image_ids[index] % 9
     same_seed = read(tmp_path)
     other_seed = read(tmp_path, seed=1)
@@ -392,11 +392,11 @@ def test_rotated_images_turn_their_boxes(tmp_path, upright):
     train, _ = read(tmp_path)
     for index in range(8):
         assert (
-            train.image(index).size
+            train.load_image(index).size
             == tuple(train.sizes[index])
             == ((40, 30) if index < 4 else (30, 40))
         )
-        assert boxes_of(train, index) == [red_box(train.image(index))]
+        assert boxes_of(train, index) == [red_box(train.load_image(index))]
     turned = 0 if upright else 7
     assert (
         f"7 of 8 images are rotated by their EXIF tag, and the boxes of {turned} with them"
@@ -417,7 +417,10 @@ def test_voc_counts_from_one_and_difficult_objects_as_crowd(tmp_path):
         False,
     ]
     assert train.labels.tolist() == [1, 0, 1] and train.areas[0] == 1200
-    assert train.name(0) == f"{tmp_path}/JPEGImages/a.jpg" and val.image(0).size == (40, 30)
+    assert train.get_name(0) == f"{tmp_path}/JPEGImages/a.jpg" and val.load_image(0).size == (
+        40,
+        30,
+    )
     zero, _ = read(voc(tmp_path / "zero", a=[("dog", (0, 1, 20, 30), 0), ("cat", (1, 1, 3, 3), 0)]))
     assert boxes_of(zero, 0)[0] == [0, 1, 20, 30]  # somebody counted from 0
 
@@ -426,10 +429,10 @@ def test_voc_is_evaluated_on_val_or_on_test_if_asked(tmp_path):
     lists = {"train": "a", "val": "c", "trainval": "abe", "test": "d", "dog_train": "a"}
     root = voc(tmp_path, lists, e=[])
     train, val = read(root)
-    assert (len(train), len(val), val.name(0)[-5:]) == (1, 1, "c.jpg")
-    assert val.part == "ImageSets/Main/val.txt; ImageSets/Main/test.txt: for --split test"
+    assert (len(train), len(val), val.get_name(0)[-5:]) == (1, 1, "c.jpg")
+    assert val.split_text == "ImageSets/Main/val.txt; ImageSets/Main/test.txt: for --split test"
     train, val = read(root, split="test")
-    assert (len(train), len(val), val.name(0)[-5:]) == (3, 1, "d.jpg")
+    assert (len(train), len(val), val.get_name(0)[-5:]) == (3, 1, "d.jpg")
     (root / "Annotations/d.xml").unlink()  # as in 2012, whose test part is kept secret
     assert "d.xml: missing, but its image is listed" in refusal(root, split="test")
     for name in ("train", "val"):
@@ -438,7 +441,7 @@ def test_voc_is_evaluated_on_val_or_on_test_if_asked(tmp_path):
     # A second one, as c has.
     (root / "Annotations/a.xml").write_text(voc_xml([("cat", (5, 6, 10, 12), 0)]))
     train, val = read(root, val_share=0.4)
-    assert (len(train), len(val)) == (2, 1) and val.part.startswith(
+    assert (len(train), len(val)) == (2, 1) and val.split_text.startswith(
         "40 % held out of ImageSets/Main/trainval.txt; "
     )
     assert len(read(voc(tmp_path / "bare", {"other": ""}), val_share=0.5, seed=1)[0]) == 2
@@ -459,7 +462,7 @@ def test_yolo_boxes_are_shares_of_the_image(tmp_path):
     assert np.allclose(boxes_of(train, 3), [[4, 6, 20, 18]])  # of an outline
     # Without a file, or with an empty one: an image without objects.
     assert train.offsets.tolist() == [0, 2, 2, 2, 3]
-    assert train.name(0) == f"{tmp_path}/images/train/a.jpg" and train.areas[0] == 240
+    assert train.get_name(0) == f"{tmp_path}/images/train/a.jpg" and train.areas[0] == 240
 
 
 def test_yolo_boxes_are_of_the_upright_image(tmp_path):
@@ -472,7 +475,7 @@ def test_yolo_boxes_are_of_the_upright_image(tmp_path):
     (tmp_path / "labels/train/a.txt").write_text(line)
     train, _ = read(tmp_path)
     assert train.sizes[0].tolist() == [30, 40] and np.allclose(
-        boxes_of(train, 0), [red_box(train.image(0))]
+        boxes_of(train, 0), [red_box(train.load_image(0))]
     )
 
 
@@ -546,9 +549,10 @@ def test_objects_become_columns_in_either_shape(tmp_path, shape):
         3,
         4,
     ]
-    assert train.labels.tolist() == [0, 1, 0, 0] and train.image(0).size == (40, 30)
+    assert train.labels.tolist() == [0, 1, 0, 0] and train.load_image(0).size == (40, 30)
     assert (
-        "the boxes can only be xywh" in train.notes[0] and train.name(2) == f"{tmp_path}/t train[2]"
+        "the boxes can only be xywh" in train.notes[0]
+        and train.get_name(2) == f"{tmp_path}/t train[2]"
     )
     train, val = read(saved(tmp_path / "one", table(shape=shape)), val_share=0.5, seed=2)
     assert len(train) == len(val) == 2
@@ -800,9 +804,9 @@ def test_a_part_is_evaluated_alone_in_every_format(tmp_path):
         == len(read(tmp_path / "table")[1])
         == 1
     )
-    assert part(tmp_path / "yolo", "test").part == "images/Test"
+    assert part(tmp_path / "yolo", "test").split_text == "images/Test"
     with pytest.raises(
-        Refused, match=r"--split more: --data .* has no such part; there is Valid, test, train"
+        Refused, match=r"--split more: --data .* has no such split; there is Valid, test, train"
     ):
         part(tmp_path / "coco", "more")
 
@@ -832,7 +836,7 @@ def test_the_folder_of_a_part_has_the_names_beside_it(tmp_path):
     assert [len(source) for source in read(root)] == [3, 1]
     assert (len(part(root, "val")), part(root, "val").classes) == (1, ("owl", "tit"))
     (root / "data.yaml").unlink()
-    assert [source.part for source in read(root)] == ["train/images", "valid/images"]
+    assert [source.split_text for source in read(root)] == ["train/images", "valid/images"]
 
 
 def test_data_without_parts_are_evaluated_whole(tmp_path):

@@ -52,7 +52,7 @@ def test_a_detection_of_the_right_class_comes_first() -> None:
         0,
     ]
     twice = match_one_image([(A, 0, False), (A, 0, False)], [(A, 0.9, 0)])
-    assert twice.hits.tolist() == [1], "of equal objects the last, as COCO"
+    assert twice.hit_objects.tolist() == [1], "of equal objects the last, as COCO"
 
 
 def test_the_threshold_is_the_score_of_the_best_f1() -> None:

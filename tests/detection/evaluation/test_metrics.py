@@ -39,7 +39,7 @@ def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     expected = evaluate_with_pycocotools(
         metrics.build_coco_annotations(source), boxes_in_coco(source.image_ids, images, rows)
     )
-    hits = Matches(source, images, rows).hits
+    hits = Matches(source, images, rows).hit_objects
     assert (hits == IN_CROWD).any() and (hits >= 0).any()
     np.testing.assert_array_equal(hits, get_hits(expected, len(rows)))
     for name, value in zip(NAMES, expected.stats, strict=True):
@@ -65,7 +65,7 @@ def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     counted = Matches.from_best(source, images, rows)
     assert np.bincount(counted.images).max() == 100
     assert len(counted.detections) < len(rows) and sorted(
-        counted.hits[counted.hits >= 0]
+        counted.hit_objects[counted.hit_objects >= 0]
     ) == sorted(expected[expected >= 0])
 
 
@@ -234,7 +234,7 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
         if not prefix:
             hits = get_hits(expected, len(rows))
             assert (hits == NO_OBJECT).any() and (hits >= 0).any()
-            np.testing.assert_array_equal(Matches(source, images, columns).hits, hits)
+            np.testing.assert_array_equal(Matches(source, images, columns).hit_objects, hits)
     assert processes.run(rank_evaluates, source, detected, ranks=3) == [results] * 3
 
     evaluation = Evaluation(source)

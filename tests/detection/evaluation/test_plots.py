@@ -19,10 +19,10 @@ from tests.harness.pictures import has_colour, read_picture
 class Plain(Annotated):
     """Dark images of a size each; image 1, where there is one, can't be read."""
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         return f"a very/long path/to/some $folder_{index}$/and/the image of it.jpeg"
 
-    def image(self, index: int) -> Image.Image:
+    def load_image(self, index: int) -> Image.Image:
         if index == 1:
             raise BrokenImage("is torn")
         mode, ink = ("L", 30) if index == 0 else ("RGB", (30, 30, 30))

@@ -343,7 +343,7 @@ def test_an_export_is_a_folder_of_transformers_and_ours(family, name, tmp_path):
         DetectorSpec(family, str(tmp_path / "best"), 3, class_names=names, seed=2)
     )
     assert rebuilt.pretrained_cfg["mean"] == pytest.approx(detector.pretrained_cfg["mean"])
-    assert rebuilt.begins_with.endswith("head new for 1 of 3 classes (new), kept for Four, two")
+    assert rebuilt.weights_summary.endswith("head new for 1 of 3 classes (new), kept for Four, two")
     expected_state = detector.state_dict()
     loaded = rebuilt.state_dict()
     heads = {name for name in expected_state if "class_embed" in name or "enc_score_head" in name}
@@ -354,7 +354,7 @@ def test_an_export_is_a_folder_of_transformers_and_ours(family, name, tmp_path):
             assert len(loaded[name]) == 3 and torch.equal(loaded[name][1:], tensor[[3, 1]]), name
     same = build_detector(DetectorSpec(family, str(tmp_path / "best"), 4, class_names=NAMES))
     assert (
-        same.begins_with
+        same.weights_summary
         == f"{len(expected_state)} of {len(expected_state)} tensors of {tmp_path / 'best'}"
     )
     images, targets = batch([3, 0], torch.float32, (128, 128))

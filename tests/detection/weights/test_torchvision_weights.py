@@ -72,7 +72,7 @@ def begun(source: str | Path, classes: tuple[str, ...], *words: str):
     argv = ["--init", str(source), "--data", "digits", *words]
     config = parse(RECIPE.Config, argv)
     model = RECIPE.build_model(config, classes, torch.device("cpu"))
-    return config, model, model.begins_with
+    return config, model, model.weights_summary
 
 
 def both(reference, config, ours, photo: torch.Tensor) -> tuple[dict, dict]:

@@ -1,4 +1,4 @@
-"""Parts of shards: opens those that `--data` names, by the words for training and validation data
+"""Splits of shards: opens those that `--data` names, by the words for training and validation data
 in their names.
 """
 
@@ -25,13 +25,13 @@ from common.shards.source import Shards, share_blocks
 _NUM_THREADS = 16  # that look at shards
 
 
-def open_parts(spec: Any) -> DataSplits[Shards]:
-    """The parts of the labelled shards that `spec.data` names. A collective. Raises `Refused`."""
-    labels, sources = open_sources(spec, spec.label_column)
+def open_splits(spec: Any) -> DataSplits[Shards]:
+    """The splits of the labelled shards that `spec.data` names. A collective. Raises `Refused`."""
+    split_texts, sources = open_sources(spec, spec.label_column)
     first = next(iter(sources.values()))
-    matched = {
-        name: _match_classes(source, first, labels[name]) for name, source in sources.items()
-    }
+    matched = {}
+    for name, source in sources.items():
+        matched[name] = _match_classes(source, first, split_texts[name])
     min_classes = 1 if first.multi_label else spec.min_classes
     if len(first.classes) < min_classes:
         shown = redact_name(spec.data)
@@ -39,28 +39,30 @@ def open_parts(spec: Any) -> DataSplits[Shards]:
             f"--data {shown}: only the class {first.classes[0]} in its labels; needs "
             f"{min_classes} or more"
         )
-    return DataSplits(labels, lambda names: [matched[name] for name in names])
+    return DataSplits(split_texts, lambda names: [matched[name] for name in names])
 
 
 def open_sources(
     spec: Any, label: str, columns: KeptColumns | None = None
 ) -> tuple[dict[str, str], dict[str, Shards]]:
-    """How messages call each part of the shards, and the parts that are used, each with its own classes.
+    """How messages call each split of the shards, and the sources of those that are used.
 
-    A collective. Raises `Refused`.
+    Each source has its own classes. A collective. Raises `Refused`.
     """
     with all_or_none("looking for shards"):
-        names_by_part = (
+        names_by_split = (
             list_hub_shards(spec.data) if spec.streaming else group_by_split(list_shards(spec.data))
         )
-    labels = {}
-    for part in names_by_part:
-        labels[part] = f"the {part} shards" if len(names_by_part) > 1 else "all shards"
+    split_texts = {}
+    for split in names_by_split:
+        split_texts[split] = f"the {split} shards"
+    if len(split_texts) == 1:
+        split_texts = dict.fromkeys(split_texts, "all shards")
     group = "" if columns else spec.group_column  # boxes keep the column themselves
     sources = {}
-    for part in get_split_names(spec.choose_subsets(labels)):
-        sources[part] = _open(names_by_part[part], spec.image_column, label, columns, group)
-    return labels, sources
+    for split in get_split_names(spec.choose_subsets(split_texts)):
+        sources[split] = _open(names_by_split[split], spec.image_column, label, columns, group)
+    return split_texts, sources
 
 
 def open_unlabelled(spec: Any, read_header: Callable[[bytes], Sequence[int]] | None) -> Shards:
@@ -107,14 +109,16 @@ def _open(
     )
 
 
-def _match_classes(source: Shards, first: Shards, label: str) -> Shards:
+def _match_classes(source: Shards, first: Shards, split_text: str) -> Shards:
     """`source` with the classes of `first`. Raises `Refused` for a class that `first` does not have."""
     if source.multi_label != first.multi_label:
-        raise Refused(f"{label}: labels are lists in some parts of the data only; write them alike")
+        raise Refused(
+            f"{split_text}: labels are lists in some splits of the data only; write them alike"
+        )
     unknown = sorted(set(source.classes) - set(first.classes))
     if unknown:
         raise Refused(
-            f"{label}: a class that {first.index.shards} do not have: {unknown[0]}; add it there"
+            f"{split_text}: a class that {first.index.shards} do not have: {unknown[0]}; add it there"
         )
     if source.classes == first.classes:
         return source
