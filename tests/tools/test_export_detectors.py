@@ -166,7 +166,11 @@ def check_photographs(detector: Detector, plain: BoxAugmentation, sessions: dict
                 source.get_name(index),
                 difference,
             )
-            assert difference.largest["boxes"] <= max_change, (name, source.get_name(index), difference)
+            assert difference.largest["boxes"] <= max_change, (
+                name,
+                source.get_name(index),
+                difference,
+            )
 
 
 # The queries of the first are D-FINE's, too, and the boxes of the second Faster R-CNN's.
