@@ -20,6 +20,10 @@ CLASSIFICATION = Sizes(401, 384, 24)
 DETECTION = Sizes(99, 90, 6)
 
 
+def count_val(num_train: int) -> int:
+    return math.ceil(num_train / 4)
+
+
 def save_digits(folder: Path, num_train: int) -> None:
     """Save `train/`, and a quarter as many in `val/`: a folder per class, pictures of 32 x 32.
 
@@ -27,7 +31,7 @@ def save_digits(folder: Path, num_train: int) -> None:
     """
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.images))
-    for position, index in enumerate(order[: num_train + math.ceil(num_train / 4)]):
+    for position, index in enumerate(order[: num_train + count_val(num_train)]):
         image = Image.fromarray((digits.images[index] * 15).astype(np.uint8))
         split = "train" if position < num_train else "val"
         label = digits.target[index]
@@ -44,7 +48,7 @@ def save_scenes(folder: Path, num_train: int) -> None:
     digits = load_digits()
     rng = np.random.default_rng(0)
     categories = [{"id": label + 1, "name": str(label)} for label in range(10)]
-    for split, num_images in (("train", num_train), ("val", math.ceil(num_train / 4))):
+    for split, num_images in (("train", num_train), ("val", count_val(num_train))):
         name = f"{split}2017"
         for path in (f"images/{name}", f"labels/{name}", "annotations"):
             (folder / path).mkdir(parents=True, exist_ok=True)

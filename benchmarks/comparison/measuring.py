@@ -10,10 +10,11 @@ from statistics import fmean
 from types import ModuleType
 from typing import NamedTuple
 
-from data import CLASSIFICATION, DETECTION
+from data import CLASSIFICATION, count_val
 from launching import Launch, start
 
-TRAIN_SIZES = [0, *CLASSIFICATION[:2], *DETECTION[:2]]  # 0: our data sets have no size
+# Where one folder has the images to train on and to evaluate on, sizes tell data sets apart.
+VAL_SIZES = [count_val(num_train) for num_train in CLASSIFICATION[:2]]
 KILL_AFTER = 24  # steps: in the second epoch
 
 
@@ -33,7 +34,7 @@ def read_rank(path: Path) -> list[Step]:
     for line in path.read_text().splitlines():
         event = json.loads(line)
         files = event.get("files")
-        if files and event["size"] in TRAIN_SIZES and "/val" not in files[0]:
+        if files and event["size"] not in VAL_SIZES and "/val" not in files[0]:
             batches.append(files)
         elif "loss" in event and batches:
             losses.append(event["loss"])
