@@ -13,9 +13,9 @@ import os
 import shutil
 from pathlib import Path
 
-from data import save_digits
+from data import CLASSIFICATION, DETECTION, save_digits, save_scenes
 from matplotlib.figure import Figure
-from measuring import NUM_TRAIN, NUM_TRAIN_EVEN, measure
+from measuring import measure
 
 FOLDER = Path("build/comparison").resolve()
 SUBJECTS = [path.stem for path in Path(__file__).parent.glob("subjects/*.py")]
@@ -70,8 +70,10 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1)
     args = parser.parse_args()
     os.environ.update(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true")
-    for num_train in (NUM_TRAIN, NUM_TRAIN_EVEN):
-        save_digits(FOLDER / str(num_train), num_train)
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    for sizes, save in ((CLASSIFICATION, save_digits), (DETECTION, save_scenes)):
+        for num_train in (sizes.num_train, sizes.num_train_even):
+            save(FOLDER / str(num_train), num_train)
     results = {}
     print(format_row("trainer", " | ".join(COLUMNS)), "| --- | --- | --- | --- | --- |", sep="\n")
     for name in args.subjects:

@@ -17,13 +17,14 @@ from tracing import trace
 
 @dataclass(frozen=True)
 class Launch:
-    """One start of a training, of two epochs with a global batch of 24."""
+    """One start of a training, of two epochs."""
 
     folder: Path  # where the ranks work; a resumed start has that of the killed one
     data: Path
     checkouts: Path  # has folders with the scripts of some trainers
     variant: str  # of the subject
     num_processes: int
+    global_batch_size: int = 24
     augment: bool = True
     seed: int = 0
     kill_after: int = 0  # steps; 0 for never
@@ -37,7 +38,7 @@ class Launch:
 
     @property
     def batch_size(self) -> int:
-        return 24 // self.num_processes
+        return self.global_batch_size // self.num_processes
 
 
 def start(launch: Launch, train: Callable[[Launch], None]) -> None:

@@ -10,10 +10,11 @@ from statistics import fmean
 from types import ModuleType
 from typing import NamedTuple
 
+from data import CLASSIFICATION, count_val
 from launching import Launch, start
 
-NUM_TRAIN = 401  # leaves a last batch that is not full
-NUM_TRAIN_EVEN = 384
+# Where one folder has the images to train on and to evaluate on, sizes tell data sets apart.
+VAL_SIZES = [count_val(num_train) for num_train in CLASSIFICATION[:2]]
 KILL_AFTER = 24  # steps: in the second epoch
 
 
@@ -33,8 +34,7 @@ def read_rank(path: Path) -> list[Step]:
     for line in path.read_text().splitlines():
         event = json.loads(line)
         files = event.get("files")
-        # Our data sets have no size, and are told apart by their folder.
-        if files and event["size"] in (0, NUM_TRAIN, NUM_TRAIN_EVEN) and "/val/" not in files[0]:
+        if files and event["size"] not in VAL_SIZES and "/val" not in files[0]:
             batches.append(files)
         elif "loss" in event and batches:
             losses.append(event["loss"])
@@ -74,10 +74,13 @@ def count_samples(steps: Sequence[Step]) -> Counter:
 def measure(subject: ModuleType, variant: str, root: Path, checkouts: Path, num_seeds: int) -> dict:
     """What the table and the file of results have. Raises RuntimeError if a run fails."""
 
-    def run(name: str, num_processes: int, num_train: int = NUM_TRAIN, **options) -> Path:
-        """The folder with the log of the run."""
+    sizes = getattr(subject, "SIZES", CLASSIFICATION)
+
+    def run(name: str, count: int, num_train: int = sizes.num_train, **options) -> Path:
+        """The folder with the log of the run on `count` processes."""
         data = root.parent / str(num_train)
-        launch = Launch(root / name, data, checkouts, variant, num_processes, **options)
+        options["global_batch_size"] = sizes.batch_size
+        launch = Launch(root / name, data, checkouts, variant, count, **options)
         start(launch, subject.train)
         return launch.log
 
@@ -85,7 +88,7 @@ def measure(subject: ModuleType, variant: str, root: Path, checkouts: Path, num_
         return [read_steps(run(f"{name}-{count}", count, **options)) for count in (1, 2, 3)]
 
     by_seed = [run_layouts(f"seed-{seed}", seed=seed) for seed in range(num_seeds)]
-    even = run_layouts("even", num_train=NUM_TRAIN_EVEN, augment=False)
+    even = run_layouts("even", num_train=sizes.num_train_even, augment=False)
     evaluated = []
     for count in (1, 2, 3):
         log = run(f"evaluated-{count}", count, weights=root / "seed-0-1")

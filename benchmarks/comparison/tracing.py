@@ -33,8 +33,9 @@ def trace(path: Path, data: Path, kill_after: int, is_frozen: bool) -> None:
         log.write(f"{json.dumps(event)}\n")  # print is silenced by some trainers
 
     def note_open(event: str, args: tuple) -> None:
-        if event == "open" and str(args[0]).startswith(f"{data}/"):
-            files.append(args[0])
+        path = args[0] if event == "open" else ""
+        if str(path).startswith(f"{data}/") and path not in files[-1:]:  # some open it twice
+            files.append(path)
 
     def note_fetch(fetcher, indices):
         files.clear()
