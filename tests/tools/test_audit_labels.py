@@ -16,7 +16,9 @@ CLASSES = tuple("abcdefghij")
 
 def source_of(labels: np.ndarray):
     name = "{}.png".format
-    return SimpleNamespace(labels=labels, classes=CLASSES, multi_label=labels.ndim == 2, get_name=name)
+    return SimpleNamespace(
+        labels=labels, classes=CLASSES, multi_label=labels.ndim == 2, get_name=name
+    )
 
 
 def find_suspects(
