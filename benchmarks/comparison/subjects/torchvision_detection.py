@@ -1,12 +1,9 @@
 """torchvision's references/detection/train.py."""
 
-import argparse
-
-import torch
 import torchvision
 from data import DETECTION
-from launching import Launch, run_script
-from subjects.torchvision_references import move_to_cpu
+from launching import Launch
+from subjects.torchvision_references import run_references
 from torch import nn
 from torchvision.models._api import register_model
 from torchvision.models.detection import FCOS
@@ -34,15 +31,8 @@ def build_fcos(num_classes: int, **_unused) -> FCOS:
 
 
 def train(launch: Launch) -> None:
-    move_to_cpu()
     register_model("small_fcos")(build_fcos)
     if not launch.augment:  # the references' own flip asks for `p`
         initialize = RandomHorizontalFlip.__init__
         RandomHorizontalFlip.__init__ = lambda flip, p: initialize(flip, p=0)
-    torch.serialization.add_safe_globals([argparse.Namespace])
-    args = f"{ARGS} --data-path {launch.data} --batch-size {launch.batch_size}"
-    if launch.resume:
-        args += " --resume checkpoint.pth"
-    if launch.weights:
-        args += f" --test-only --resume {launch.weights}/checkpoint.pth"
-    run_script(launch.checkouts / "vision/references/detection/train.py", args)
+    run_references(launch, "detection", ARGS)

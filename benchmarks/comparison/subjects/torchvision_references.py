@@ -17,15 +17,20 @@ ARGS = """--model test_vit --device cpu --epochs 2 --lr 0.02 --workers 0 --outpu
 
 
 def train(launch: Launch) -> None:
-    move_to_cpu()
     register_model("test_vit")(lambda weights, num_classes: build_model())
+    run_references(launch, "classification", ARGS)
+
+
+def run_references(launch: Launch, task: str, args: str) -> None:
+    """Run train.py of a task's references on the CPU: train, resume or only evaluate."""
+    move_to_cpu()
     torch.serialization.add_safe_globals([argparse.Namespace])
-    args = f"{ARGS} --data-path {launch.data} --batch-size {launch.batch_size}"
+    args += f" --data-path {launch.data} --batch-size {launch.batch_size}"
     if launch.resume:
         args += " --resume checkpoint.pth"
     if launch.weights:
         args += f" --test-only --resume {launch.weights}/checkpoint.pth"
-    run_script(launch.checkouts / "vision/references/classification/train.py", args)
+    run_script(launch.checkouts / f"vision/references/{task}/train.py", args)
 
 
 def move_to_cpu() -> None:
