@@ -43,17 +43,15 @@ ROOM_OF = {
     "faults": "recipes",
     "pretended_gpu": "recipes",
     "test_accelerate_configs.py": "launching",
-    **dict.fromkeys(
-        ("test_benchmarks.py", "test_coming_from.py", "test_comparison.py", "test_readme.py"),
-        "tools",
-    ),
-    **dict.fromkeys(
-        ("faults/test_elastic.py", "faults/test_strangers.py", "faults/test_two_nodes.py"),
-        "cluster",
-    ),
-    **dict.fromkeys(
-        ("pretended_gpu/test_two_machines.py", "launching/test_started_by.py"), "cluster"
-    ),
+    "test_benchmarks.py": "tools",
+    "test_coming_from.py": "tools",
+    "test_comparison.py": "tools",
+    "test_readme.py": "tools",
+    "faults/test_elastic.py": "cluster",
+    "faults/test_strangers.py": "cluster",
+    "faults/test_two_nodes.py": "cluster",
+    "pretended_gpu/test_two_machines.py": "cluster",
+    "launching/test_started_by.py": "cluster",
 }
 
 
@@ -66,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @functools.cache
-def rooms_above(room: str) -> set[str]:
+def list_rooms_above(room: str) -> set[str]:
     """The room and all that import it. Recipes are above all of `common`; neighbours are asked for
     by their own names.
     """
@@ -89,15 +87,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     path = collection_path.relative_to(Path(__file__).parent)
     top = path.parts[0]
-    room = ROOM_OF.get(path.as_posix()) or ROOM_OF.get(
-        top, top.removeprefix("test_").removesuffix(".py")
-    )
-    left_out = (
-        room in NEIGHBOURS
-        if rooms == "ground"
-        else not any(room in rooms_above(each) for each in rooms.split(","))
-    )
-    return left_out or None
+    room = ROOM_OF.get(top, top.removeprefix("test_").removesuffix(".py"))
+    room = ROOM_OF.get(path.as_posix(), room)
+    if rooms == "ground":
+        is_selected = room not in NEIGHBOURS
+    else:
+        is_selected = any(room in list_rooms_above(name) for name in rooms.split(","))
+    return None if is_selected else True
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -108,7 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     for room in (config.getoption("--room") or "ground").split(","):
         if room != "ground":
-            rooms_above(room)  # refuses one that is not there
+            list_rooms_above(room)  # refuses one that is not there
     os.environ[CACHE] = os.devnull
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
     torch.set_num_threads(1)
@@ -118,25 +114,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slow ones first: of two processes that run tests, the last to end is then not much later
     than the other.
     """
-    items.sort(
-        key=lambda item: next(
-            (index for index, path in enumerate(SLOW) if item.nodeid.startswith(path)), len(SLOW)
-        )
-    )
+
+    def rank(item: pytest.Item) -> int:
+        for index, path in enumerate(SLOW):
+            if item.nodeid.startswith(path):
+                return index
+        return len(SLOW)
+
+    items.sort(key=rank)
 
 
 def pytest_report_header() -> list[str]:
     """The real GPUs, whose figures are worth nothing without."""
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    nccl = names and ".".join(map(str, torch.cuda.nccl.version()))
-    return [f"GPUs: {', '.join(names)}; torch {torch.__version__}, NCCL {nccl}"] if names else []
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if not names:
+        return []
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return [f"GPUs: {', '.join(names)}; torch {torch.__version__}, NCCL {nccl}"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints the figures that tests have recorded (`record_property`)."""
-    for report in (*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")):
-        for name, figure in report.user_properties if report.when == "call" else ():
-            terminalreporter.write_line(f"{report.nodeid.partition('::')[2]}: {name} {figure:.4g}")
+    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+    for report in reports:
+        if report.when == "call":
+            test = report.nodeid.partition("::")[2]
+            for name, figure in report.user_properties:
+                terminalreporter.write_line(f"{test}: {name} {figure:.4g}")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -160,7 +164,7 @@ def pytest_runtest_protocol(item: pytest.Item):
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    """`launch("multi_cpu", script, "--seed", 1, flags=["--num_processes", 3])`; `launch.start`
+    """`launch("multi_cpu", [script, "--seed", 1], flags=["--num_processes", 3])`; `launch.start`
     doesn't wait for it.
     """
     return Launcher(tmp_path_factory.mktemp("home"))
@@ -201,8 +205,10 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
         commands = []
         folders = []
         for name, args in cases.items():
-            of_case = args[0] if args and str(args[0]).endswith(".py") else recipe
-            args = list(map(str, args if as_typed else small(args, of_case)))
+            if not as_typed:
+                has_recipe = args and str(args[0]).endswith(".py")
+                args = small(args, args[0] if has_recipe else recipe)
+            args = list(map(str, args))
             defaults = {
                 "--name": name,
                 "--output_dir": scratch / "runs",
@@ -210,11 +216,11 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
                 "--workers": 0,
             }
             for flag, value in defaults.items():
-                args += [] if flag in args else [flag, str(value)]
+                if flag not in args:
+                    args += [flag, str(value)]
             commands.append(args)
-            folders.append(
-                Path(args[args.index("--output_dir") + 1]) / args[args.index("--name") + 1]
-            )
+            output_dir = args[args.index("--output_dir") + 1]
+            folders.append(Path(output_dir) / args[args.index("--name") + 1])
         file = scratch / "CASES.json"
         file.write_text(json.dumps(commands))
         main = functools.partial(several.main, Path(recipe), file, pictures)
@@ -292,7 +298,7 @@ def rf_detr_seg(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory) -> Forks:
-    """`forks("--max_steps", 5)` runs recipes/cls.py in a fork of a process that has imported it,
+    """`forks(["--max_steps", 5])` runs recipes/cls.py in a fork of a process that has imported it,
     see forked.py.
     """
     return Forks(tmp_path_factory.mktemp("forks"))

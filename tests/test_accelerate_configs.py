@@ -140,7 +140,7 @@ def test_a_file_of_one_machine_counts_its_gpus(name: str, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     counts = []
     for flags in ([], ["--num_processes", "2"]):
-        command = [*flags, "--config_file", str(FOLDER / f"{name}.yaml"), "recipes/cls.py"]
+        command = flags + ["--config_file", str(FOLDER / f"{name}.yaml"), "recipes/cls.py"]
         arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
         prepare_multi_gpu_env(arguments)
         counts.append(determine_local_world_size(arguments.nproc_per_node))
@@ -157,8 +157,7 @@ def test_a_cpu_file_starts_ranks_that_hear_each_other(
 ) -> None:
     done = launch(
         config,
-        probe,
-        tmp_path,
+        [probe, tmp_path],
         flags=["--mixed_precision", {"fp32": "no"}.get(precision, precision)],
     )
     assert done.returncode == 0, done.stderr
@@ -169,13 +168,13 @@ def test_a_cpu_file_starts_ranks_that_hear_each_other(
 def test_a_rehearsal_of_two_machines_makes_one_world_and_a_forgotten_address_is_named(
     launch, probe, tmp_path
 ) -> None:
-    forgotten = launch.start("2node_cpu", probe, tmp_path)
+    forgotten = launch.start("2node_cpu", [probe, tmp_path])
     port = free_port()
     flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
-    first = launch.start("2node_cpu", probe, tmp_path, flags=flags)
+    first = launch.start("2node_cpu", [probe, tmp_path], flags=flags)
     await_listener("127.0.0.1", port, timeout=60)  # before that it looks whether the port is free
     # Which does not look.
-    second = launch.start("2node_cpu", probe, tmp_path, flags=[*flags, "--machine_rank", 1])
+    second = launch.start("2node_cpu", [probe, tmp_path], flags=flags + ["--machine_rank", 1])
     nodes = [node.finish() for node in (first, second)]
     assert [node.returncode for node in nodes] == [0, 0], nodes
     layout = [2, 3, "2 processes on 2 nodes, cpu (gloo), fp32, started by accelerate launch"]

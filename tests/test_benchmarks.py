@@ -26,7 +26,7 @@ print([norm.item() for norm in norms])
 
 @pytest.mark.long
 def test_the_bare_loop_around_a_detector_takes_the_steps_of_the_recipe(launch: Launcher) -> None:
-    done = launch.start_python("-c", NORMS).finish()
+    done = launch.start_python(["-c", NORMS]).finish()
     assert done.returncode == 0, done.stderr
     norms = json.loads(done.stdout)
     assert len(norms) == 10 and len(set(norms[:5])) == 5
@@ -48,13 +48,13 @@ def test_the_bare_loop_around_a_detector_takes_the_steps_of_the_recipe(launch: L
     ],
 )
 def test_a_script_prints_its_rows(script: str, num_rows: int, launch: Launcher) -> None:
-    done = launch.start_python(f"benchmarks/{script}.py", "--quick").finish(400)
+    done = launch.start_python([f"benchmarks/{script}.py", "--quick"]).finish(400)
     check_table(done, num_rows)
 
 
 @pytest.mark.long
 def test_a_sharded_loop_is_measured(launch: Launcher) -> None:
-    done = launch("fsdp_cpu", "benchmarks/sharded.py", "--quick")
+    done = launch("fsdp_cpu", ["benchmarks/sharded.py", "--quick"])
     check_table(done, num_rows=2)
 
 

@@ -23,7 +23,7 @@ def test_the_copy_repeats_the_losses_of_the_script(launch, tmp_path) -> None:
     assert text.count("EPOCHS, BATCH, RATE, GPUS = 6, 32, 0.05, 2") == 1
     (tmp_path / "whole.py").write_text(text.replace("6, 32, 0.05, 2", "6, 1437, 0.05, 1"))
     env = {"PYTHONPATH": str(FOLDER), "MASTER_PORT": str(free_port())}
-    script = launch.start_python(tmp_path / "whole.py", env=env, cwd=tmp_path)
+    script = launch.start_python([tmp_path / "whole.py"], env=env, cwd=tmp_path)
     [diff] = re.findall("```diff\n(@@.*?)```", PAGE, re.S)
     (tmp_path / "train.py").write_text(apply(diff, (ROOT / "recipes/cls.py").read_text()))
     args = [
@@ -37,7 +37,7 @@ def test_the_copy_repeats_the_losses_of_the_script(launch, tmp_path) -> None:
     ]
     args += ["--workers", 1, "--tracker", "none", "--output_dir", tmp_path, "--name", "run"]
     # A script finds modules beside it by itself.
-    run = launch("multi_cpu", *args, env={"PYTHONPATH": str(FOLDER)})
+    run = launch("multi_cpu", args, env={"PYTHONPATH": str(FOLDER)})
     assert run.returncode == 0, run
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = [row["train/loss"] for row in rows]

@@ -55,7 +55,7 @@ print(compare.compare("absent", None, 1))
 
 
 def test_the_comparison_sees_losses_samples_and_kills(launch: Launcher, tmp_path) -> None:
-    done = launch.start_python("-c", RUNS, tmp_path).finish(180)
+    done = launch.start_python(["-c", RUNS, tmp_path]).finish(180)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     assert results["steps"] == [9, 9, 7]
@@ -70,7 +70,7 @@ def test_the_comparison_sees_losses_samples_and_kills(launch: Launcher, tmp_path
 
 @pytest.mark.smoke
 def test_the_comparison_prints_rows(launch: Launcher, tmp_path) -> None:
-    done = launch.start_python("-c", ROWS, tmp_path / "chart.png").finish(120)
+    done = launch.start_python(["-c", ROWS, tmp_path / "chart.png"]).finish(120)
     assert done.returncode == 0, done.stderr
     table_row, absent, missing = done.stdout.splitlines()
     assert (

@@ -220,7 +220,7 @@ def repository(tmp_path) -> Path:
         ["add", "--all"],
         (author + ["commit", "--quiet", "--message", "all"]),
     ):
-        subprocess.run(["git", *args], cwd=folder, check=True)
+        subprocess.run(["git"] + args, cwd=folder, check=True)
     return folder
 
 

@@ -222,7 +222,7 @@ print(*(value / count for value in evaluate(count)))
 @pytest.mark.alone
 def test_many_images_take_little_memory(launch: Launcher, tmp_path, record_property) -> None:
     """64 bytes each, 64 MB for a million; all rows of the file would take ten times as much."""
-    ended = launch.start_python("-c", MANY, 400_000, tmp_path).finish()
+    ended = launch.start_python(["-c", MANY, 400_000, tmp_path]).finish()
     assert ended.returncode == 0, ended
     memory, evaluating, writing = map(float, ended.stdout.split())
     record_property("bytes per image", memory)

@@ -14,7 +14,7 @@ def alone(forks, tmp_path_factory) -> Path:
     """The run folder of one process."""
     with train_once(tmp_path_factory, "alone") as (run, is_to_be_made):
         if is_to_be_made:
-            done = forks(*WORDS, "--output_dir", run.parent, "--name", run.name)
+            done = forks(WORDS + ["--output_dir", run.parent, "--name", run.name])
             assert done.code == 0, done.stderr
     return run
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cluster.test_kubernetes import documents
+from tests.cluster.test_kubernetes import load_documents
 from tests.harness.debian import require_package
 from tests.harness.launching import ROOT
 
@@ -14,10 +14,10 @@ def test_scripts_and_the_shell_lines_of_a_pod_pass_shellcheck(tmp_path) -> None:
     require_package("shellcheck")
     scripts = list((ROOT / "cluster").rglob("*.sh"))
     assert ROOT / "cluster/ssh/train.sh" in scripts
-    [container] = documents()["Job"]["spec"]["template"]["spec"]["containers"]
+    [container] = load_documents()["Job"]["spec"]["template"]["spec"]["containers"]
     scripts.append(tmp_path / "pod.sh")
     scripts[-1].write_text(f"#!/bin/bash\n{container['args'][0]}")
-    done = subprocess.run(["shellcheck", *scripts], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(["shellcheck"] + scripts, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

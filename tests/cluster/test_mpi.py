@@ -37,18 +37,11 @@ def test_two_machines_train_what_one_process_trains(name, stops, hosts, alone, t
         "".join(f"{node.address} 1  # GPUs\n\n" for node in hosts.nodes)
     )
     (tmp_path / "cls_paced.py").write_text(PACED)
-    argv = [*WORDS, "--output_dir", tmp_path]
+    argv = ["cluster/mpi/train.sh", tmp_path / "hosts.txt", tmp_path / "cls_paced.py"]
+    argv += WORDS + ["--output_dir", tmp_path, "--name", "two"]
 
     def train() -> Started:
-        command = [
-            "cluster/mpi/train.sh",
-            tmp_path / "hosts.txt",
-            tmp_path / "cls_paced.py",
-            *argv,
-            "--name",
-            "two",
-        ]
-        return hosts.start(hosts.nodes[0], command, ENV)
+        return hosts.start(hosts.nodes[0], argv, ENV)
 
     if stops:
         run = Watched(tmp_path / "two", [train()])

@@ -24,32 +24,10 @@ from tests.harness.waiting import Limit
 
 SCRIPTS = ROOT / "cluster/slurm"
 WORDS = (
-    *(
-        "--max_steps",
-        STEPS,
-        "--log_every",
-        1,
-        "--checkpoint_every",
-        4,
-        "--eval_every",
-        6,
-        "--tracker",
-        "none",
-    ),
-    *(
-        "--global_batch_size",
-        16,
-        "--augment",
-        "rand-m9-mstd0.5",
-        "--mixup",
-        0.2,
-        "--ema_decay",
-        0.99,
-        "--workers",
-        1,
-    ),
-)
-CPU = ("--gpus-per-node=0", "--cpus-per-task=1")  # instead of the sizes of the scripts
+    f"--max_steps {STEPS} --log_every 1 --checkpoint_every 4 --eval_every 6 --tracker none "
+    "--global_batch_size 16 --augment rand-m9-mstd0.5 --mixup 0.2 --ema_decay 0.99 --workers 1"
+).split()
+CPU = ["--gpus-per-node=0", "--cpus-per-task=1"]  # instead of the sizes of the scripts
 # Four CPUs a machine, whatever it has. A requeued job waits for `cred_expire`, of which 5 s is the
 # least.
 CONFIGURATION = """
@@ -90,9 +68,9 @@ class Slurm:
         self._folder = folder
 
     def __call__(
-        self, *argv: object, env: Mapping[str, str] | None = None, check: bool = True
+        self, argv: list, env: Mapping[str, str] | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """`words`, as a person types them in the root of the checkout; recipes run on the CPU, with
+        """`argv`, as a person types it in the root of the checkout; recipes run on the CPU, with
         one thread a process.
         """
         environ = {
@@ -100,15 +78,16 @@ class Slurm:
             "CUDA_VISIBLE_DEVICES": "-1",
             **(env or {}),
         }
-        done = self._first.start_command(*argv, env=environ).finish()
+        done = self._first.start_command(argv, env=environ).finish()
         assert not (check and done.returncode), (
             f"{argv}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         )
         return done
 
-    def submit(self, *argv: object, output: Path, **options) -> "Job":
-        """`sbatch <words>`, with its output in the file `output`."""
-        stdout = self("sbatch", "--parsable", "--output", output, *argv, **options).stdout
+    def submit(self, argv: list, output: Path, **options) -> "Job":
+        """`sbatch <argv>`, with its output in the file `output`."""
+        sbatch = ["sbatch", "--parsable", "--output", output]
+        stdout = self(sbatch + argv, **options).stdout
         return Job(self, stdout.strip(), output)
 
 
@@ -122,7 +101,7 @@ class Job:
 
     def show(self) -> dict[str, str]:
         """What SLURM knows of it, such as JobState, Restarts, ExitCode."""
-        stdout = self.slurm("scontrol", "show", "job", "--oneliner", self.number).stdout
+        stdout = self.slurm(["scontrol", "show", "job", "--oneliner", self.number]).stdout
         return dict(word.split("=", 1) for word in stdout.split() if "=" in word)
 
     def until(
@@ -130,7 +109,8 @@ class Job:
     ) -> dict[str, str]:
         """Wait for it, at most `seconds` of an idle machine; what SLURM knows then."""
         for _ in Limit(seconds).turns(0.2):
-            if condition(facts := self.show()):
+            facts = self.show()
+            if condition(facts):
                 return facts
         raise AssertionError(f"not {what}: {facts}\n{self.text()}")
 
@@ -163,32 +143,28 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        for name in ("state", *(f"spool.{node.name}" for node in nodes)):
-            (folder / name).mkdir()
+        (folder / "state").mkdir()
+        for node in nodes:
+            (folder / f"spool.{node.name}").mkdir()
         names = {"socket": "munge.socket", "key-file": key.name, "log-file": "munged.log"}
         names |= {"pid-file": "munged.pid", "seed-file": "munged.seed"}
-        munged = [
-            "munged",
-            "--foreground",
-            "--force",
-            *(f"--{flag}={folder / name}" for flag, name in names.items()),
+        munged = ["munged", "--foreground", "--force"] + [
+            f"--{flag}={folder / name}" for flag, name in names.items()
         ]
         environ = {**inherit_environment(), "SLURM_CONF": str(folder / "slurm.conf")}
         log = (folder / "daemons.log").open("w")
 
-        def start(node: Node, *argv: str) -> subprocess.Popen:
-            return subprocess.Popen([*node.before, *argv], env=environ, stdout=log, stderr=log)
+        def start(node: Node, argv: list[str]) -> subprocess.Popen:
+            return subprocess.Popen(node.before + argv, env=environ, stdout=log, stderr=log)
 
         cluster = Slurm(nodes[0], folder)
-        daemons = [start(nodes[0], *munged)]
+        daemons = [start(nodes[0], munged)]
         try:
             _await(lambda: (folder / "munge.socket").exists(), log)
-            daemons += [
-                start(nodes[0], "slurmctld", "-D"),
-                *(start(node, "slurmd", "-D") for node in nodes),
-            ]
-            states = ("sinfo", "--noheader", "--format", "%T %D")
-            _await(lambda: cluster(*states, check=False).stdout.split() == ["idle", "2"], log)
+            daemons.append(start(nodes[0], ["slurmctld", "-D"]))
+            daemons += [start(node, ["slurmd", "-D"]) for node in nodes]
+            states = ["sinfo", "--noheader", "--format", "%T %D"]
+            _await(lambda: cluster(states, check=False).stdout.split() == ["idle", "2"], log)
             yield cluster
         finally:
             for node in nodes:
@@ -208,25 +184,27 @@ def _await(condition: Callable[[], bool], log: TextIO) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(run_several) -> dict[str, Outcome]:
     """Runs of two processes that are not disturbed, by seed."""
-    return run_several(2, {seed: [*WORDS, "--seed", seed] for seed in ("1", "2")})
+    return run_several(2, {seed: WORDS + ["--seed", seed] for seed in ("1", "2")})
 
 
 class Held:
     """A job whose first start waits at a step until it is asked to stop (tests/harness/held.py)."""
 
     def __init__(
-        self, slurm: Slurm, folder: Path, *flags: object, script: str, config: str = ""
+        self, slurm: Slurm, folder: Path, *, script: str, config: str = "", flags: str = ""
     ) -> None:
         """`flags` are sbatch's. A script that uses accelerate launch also takes `config`."""
         self.run = folder / script
         self._signs = folder / f"{script}.held"
         self._signs.mkdir()
         argv = ["--config_file", f"accelerate_configs/{config}.yaml"] if config else []
-        argv += ["tests/harness/held.py", "recipes/cls.py", *WORDS, "--seed", 1]
+        argv += ["tests/harness/held.py", "recipes/cls.py"] + WORDS + ["--seed", 1]
         argv += ["--output_dir", folder, "--name", script]
         env = {"HELD_AT": "5", "HELD_IN": str(self._signs), "PYTHONPATH": str(ROOT)}
         self.job = slurm.submit(
-            *CPU, *flags, SCRIPTS / script, *argv, output=folder / f"{script}.out", env=env
+            CPU + flags.split() + [SCRIPTS / script] + argv,
+            output=folder / f"{script}.out",
+            env=env,
         )
 
     def waits(self) -> None:
@@ -253,13 +231,11 @@ def test_a_pre_empted_job_ends_as_the_undisturbed_run(slurm, undisturbed, tmp_pa
     """srun starts one process on each of two machines. They save when SLURM takes the machines for
     an urgent job.
     """
-    held = Held(slurm, tmp_path, "--ntasks-per-node=1", script="train.sh")
+    held = Held(slurm, tmp_path, script="train.sh", flags="--ntasks-per-node=1")
     held.waits()
-    flags = ("--partition=urgent", "--nodes=2", "--exclusive")
-    assert (
-        slurm.submit(*flags, "--wrap", "true", output=tmp_path / "urgent.out").end()["JobState"]
-        == "COMPLETED"
-    )
+    argv = "--partition=urgent --nodes=2 --exclusive --wrap true".split()
+    urgent = slurm.submit(argv, output=tmp_path / "urgent.out").end()
+    assert urgent["JobState"] == "COMPLETED"
     held.assert_resumed("SIGTERM", "2 nodes", undisturbed["1"])
 
 
@@ -267,7 +243,7 @@ def test_a_job_that_is_asked_to_stop_requeues_itself(slurm, undisturbed, tmp_pat
     """SIGUSR1 goes to the batch script alone, which passes it on to accelerate launch."""
     held = Held(slurm, tmp_path, script="one_machine.sh", config="multi_cpu")
     held.waits()
-    slurm("scancel", "--signal=USR1", "--batch", held.job.number)
+    slurm(["scancel", "--signal=USR1", "--batch", held.job.number])
     held.assert_resumed("SIGUSR1", "1 node", undisturbed["1"])
 
 
@@ -276,12 +252,12 @@ def test_jobs_resume_after_a_signal_and_after_scontrol_requeue(slurm, undisturbe
     """Processes that srun started get the signal themselves; a launcher on each of two machines is
     ended by a requeue.
     """
-    signalled = Held(slurm, tmp_path, "--ntasks-per-node=1", script="train.sh")
+    signalled = Held(slurm, tmp_path, script="train.sh", flags="--ntasks-per-node=1")
     requeued = Held(slurm, tmp_path, script="launch.sh", config="2node_cpu")
     signalled.waits()
-    slurm("scancel", "--signal=USR1", signalled.job.number)
+    slurm(["scancel", "--signal=USR1", signalled.job.number])
     requeued.waits()
-    slurm("scontrol", "requeue", requeued.job.number)
+    slurm(["scontrol", "requeue", requeued.job.number])
     signalled.assert_resumed("SIGUSR1", "2 nodes", undisturbed["1"])
     requeued.assert_resumed("SIGTERM", "2 nodes", undisturbed["1"])
 
@@ -290,21 +266,19 @@ def test_jobs_resume_after_a_signal_and_after_scontrol_requeue(slurm, undisturbe
 def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path):
     held = Held(slurm, tmp_path, script="one_machine.sh", config="multi_cpu")
     held.waits()
-    slurm("scancel", held.job.number)
+    slurm(["scancel", held.job.number])
     facts = held.job.end()
     text = held.job.text()
-    assert (facts["JobState"], facts["Restarts"]) == (
-        "CANCELLED",
-        "0",
-    ) and "stopped by SIGTERM" in text, text
+    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0"), text
+    assert "stopped by SIGTERM" in text, text
 
 
 @pytest.mark.long
 def test_an_array_trains_one_run_per_seed_side_by_side(slurm, undisturbed, tmp_path):
     """Both on one machine, with two processes each, which have to find each other."""
-    flags = ("--nodes=1", "--nodelist=node1", "--ntasks-per-node=2", "--array=1-2")
-    argv = ("recipes/cls.py", *WORDS, "--output_dir", tmp_path / "runs")
-    array = slurm.submit(*CPU, *flags, SCRIPTS / "train.sh", *argv, output=tmp_path / "%a.out")
+    flags = "--nodes=1 --nodelist=node1 --ntasks-per-node=2 --array=1-2".split()
+    argv = ["recipes/cls.py"] + WORDS + ["--output_dir", tmp_path / "runs"]
+    array = slurm.submit(CPU + flags + [SCRIPTS / "train.sh"] + argv, output=tmp_path / "%a.out")
     tasks = [Job(slurm, f"{array.number}_{seed}", tmp_path / f"{seed}.out") for seed in (1, 2)]
     facts = [task.end() for task in tasks]
     for each, task in zip(facts, tasks, strict=True):

@@ -14,32 +14,10 @@ from tests.harness.paced import PACED
 
 STEPS = 160
 WORDS = (
-    *(
-        "--image_size",
-        16,
-        "--global_batch_size",
-        24,
-        "--max_micro_batch_size",
-        12,
-        "--workers",
-        1,
-        "--tracker",
-        "none",
-    ),
-    *(
-        "--max_steps",
-        STEPS,
-        "--log_every",
-        1,
-        "--eval_every",
-        STEPS,
-        "--checkpoint_every",
-        10,
-        "--dtype",
-        "float64",
-    ),
-    *("--batch_norm", "group", "--norm_batch_size", 4, "--hflip", 0.5, "--name", "run"),
-)
+    "--image_size 16 --global_batch_size 24 --max_micro_batch_size 12 --workers 1 --tracker none "
+    f"--max_steps {STEPS} --log_every 1 --eval_every {STEPS} --checkpoint_every 10 --dtype float64 "
+    "--batch_norm group --norm_batch_size 4 --hflip 0.5 --name run"
+).split()
 
 
 @pytest.fixture
@@ -50,13 +28,9 @@ def train(hosts, tmp_path):
     (tmp_path / "hosts.txt").write_text(
         f"# main machine first\n{first.address}\n\nroot@{second.address}  # spot\n"
     )
-    command = [
-        "cluster/ssh/train.sh",
-        tmp_path / "hosts.txt",
-        "--config_file",
-        "accelerate_configs/2node_cpu.yaml",
-    ]
-    argv = [*command, tmp_path / "cls_paced.py", *WORDS, "--output_dir", tmp_path]
+    argv = ["cluster/ssh/train.sh", tmp_path / "hosts.txt"]
+    argv += ["--config_file", "accelerate_configs/2node_cpu.yaml", tmp_path / "cls_paced.py"]
+    argv += WORDS + ["--output_dir", tmp_path]
     return lambda: hosts.start(first, argv, {"RETRY": "2"})
 
 
@@ -77,7 +51,7 @@ def test_a_lost_host_comes_back(hosts, train, forks, tmp_path):
         done.stdout
     )
     assert hosts.nothing_is_left(), hosts.left_over()
-    reference = forks(*WORDS, "--output_dir", tmp_path / "alone")
+    reference = forks(WORDS + ["--output_dir", tmp_path / "alone"])
     assert reference.code == 0, reference.stderr
     assert_same_losses(tmp_path / "run", tmp_path / "alone/run", STEPS)
 

@@ -11,20 +11,9 @@ from tests.harness.machines import Watched, require_namespaces
 
 FIRST = "cluster/docker/first.sh"
 WORDS = (
-    *(
-        "--image_size",
-        16,
-        "--global_batch_size",
-        24,
-        "--workers",
-        1,
-        "--tracker",
-        "none",
-        "--max_steps",
-        100_000,
-    ),
-    *("--eval_every", 100_000, "--checkpoint_every", 100_000, "--log_every", 1),
-)
+    "--image_size 16 --global_batch_size 24 --workers 1 --tracker none --max_steps 100000 "
+    "--eval_every 100000 --checkpoint_every 100000 --log_every 1"
+).split()
 # How the container is started: its command, its exit code, and the cause that the run names.
 STARTS = {
     "image": ([FIRST, "accelerate", "launch"], "cpu", 143, "the end of its launcher"),
@@ -40,8 +29,8 @@ def test_a_stopped_container_has_saved(start, launch, tmp_path) -> None:
     require_namespaces(tmp_path)
     command, config, code, cause = STARTS[start]
     inside = Launcher(launch.home, ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child"])
-    argv = ["--config_file", f"accelerate_configs/{config}.yaml", "recipes/cls.py", *WORDS]
-    started = inside.start_command(*command, *argv, "--output_dir", tmp_path, "--name", "run")
+    argv = ["--config_file", f"accelerate_configs/{config}.yaml", "recipes/cls.py"] + WORDS
+    started = inside.start_command(command + argv + ["--output_dir", tmp_path, "--name", "run"])
     run = Watched(tmp_path / "run", [started])
     run.until(lambda: run.step() >= 4, "it trains")
     [first] = psutil.Process(started.process.pid).children()

@@ -375,7 +375,7 @@ def test_refusals() -> None:
     ):
         hvd.DistributedOptimizer(optimizer, op=hvd.Adasum)
     for text, options in {
-        "unique. Found duplicates: weight": {"named_parameters": [*named, named[0]]},
+        "unique. Found duplicates: weight": {"named_parameters": named + [named[0]]},
         "1 parameters of the optimizer were not named": {"named_parameters": named[:1]},
         r"pairs \(name, parameter\)": {"named_parameters": list(model.parameters())},
         "needs op Average": {"gradient_predivide_factor": 2.0, "op": hvd.Sum},

@@ -30,19 +30,19 @@ def test_kills_and_another_number_of_processes_change_nothing(launch: Launcher, 
     alone.mkdir()
     killed.mkdir()
     undisturbed = launch.start_python(
-        SCRIPT, alone, env={"HOROVOD_ELASTIC_COMMITS": str(alone / "commits")}
+        [SCRIPT, alone], env={"HOROVOD_ELASTIC_COMMITS": str(alone / "commits")}
     )
     env = {"HOROVOD_ELASTIC_COMMITS": str(killed / "commits")}
-    kills = ("1:4", "0:11")
+    kills = ["1:4", "0:11"]
     first = launch(
-        "multi_cpu", SCRIPT, killed, *kills, flags=["--max_restarts", 1], env=env, timeout=200
+        "multi_cpu", [SCRIPT, killed] + kills, flags=["--max_restarts", 1], env=env, timeout=200
     )
     assert first.returncode != 0 and {path.name for path in killed.glob("killed*")} == {
         "killed 1:4",
         "killed 0:11",
     }
     assert "resuming from commit 1 in" in first.stderr
-    second = launch.start_python(SCRIPT, killed, *kills, env=env).finish()
+    second = launch.start_python([SCRIPT, killed] + kills, env=env).finish()
     assert second.returncode == 0 and "resuming from commit 4 in" in second.stderr
     done = undisturbed.finish()
     assert done.returncode == 0, done.stderr

@@ -65,8 +65,8 @@ def folder(launch, tmp_path_factory) -> Path:
         f"{write(folder, name, f'{IMAGES // 2}, 0.025')} {folder} {' '.join(SCRIPTS[name])}"
         for name in SCRIPTS
     ]
-    alone = launch.start_python(folder / "run.py", FOLDER, plain)
-    done = launch("multi_cpu", folder / "run.py", FOLDER, *other_files, timeout=1200)
+    alone = launch.start_python([folder / "run.py", FOLDER, plain])
+    done = launch("multi_cpu", [folder / "run.py", FOLDER] + other_files, timeout=1200)
     assert done.returncode == alone.finish(1200).returncode == 0, done.stderr
     return folder
 

@@ -59,7 +59,8 @@ GONE_WITH_S = 5.0  # data workers end within this time after their process; it t
 IN_TMP = ("torchinductor_", "export_check_")
 
 
-TIMES, SEED = (int(os.environ.get(name, default)) for name, default in (("TIMES", 1), ("SEED", 0)))
+TIMES = int(os.environ.get("TIMES", 1))
+SEED = int(os.environ.get("SEED", 0))
 
 
 @dataclass
@@ -87,22 +88,25 @@ class Campaign:
             (self.scratch / name).mkdir(parents=True)
         self.shared_memory = set(os.listdir("/dev/shm"))
         self.moves = len(self.layouts) > 1
-        self.words = tuple(
-            small([*WORDS, *WORDS_OF[self.recipe], "--data", self.data], self.recipe)
-        )
-        self.words += ("--dtype", "float64") if self.moves else ()
-        self.forks("--help")  # the server starts
+        argv = WORDS + WORDS_OF[self.recipe] + ["--data", self.data]
+        self.argv = small(argv + ["--output_dir", self.scratch], self.recipe)
+        if self.moves:
+            self.argv += ["--dtype", "float64"]
+        self.forks(["--help"])  # the server starts
         began = time.monotonic()
-        self.whole = self._finished("whole")
+        self.whole = self._finish("whole")
         self.seconds = time.monotonic() - began
 
     def run(self, kills: int) -> None:
         """Start runs, and kill them until so many kills have been; each run comes to its end."""
         while self.kills < kills:
             name = f"run_{self.starts}"
-            while (killed := self._is_killed(name)) and self.kills < kills:
-                pass
-            run = self._finished(name) if killed else Outcome(folder=self.scratch / name)
+            is_killed = True
+            while is_killed and self.kills < kills:
+                is_killed = self._kill(name)
+            if is_killed:
+                self._finish(name)
+            run = Outcome(folder=self.scratch / name)
             self.assert_undisturbed(run)
             shutil.rmtree(run.folder)
 
@@ -114,9 +118,8 @@ class Campaign:
             assert_same_training(self.whole, run)
         else:
             assert_same_run(run.folder, self.whole.folder, STEPS)
-            actual, expected = (
-                read(outcome.folder / "summary.json") for outcome in (run, self.whole)
-            )
+            actual = read(run.folder / "summary.json")
+            expected = read(self.whole.folder / "summary.json")
             for key in expected.keys() - {"train_seconds", "images_per_second"}:
                 assert actual[key] == expected[key], (key, actual[key], expected[key])
         assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1)), (
@@ -124,7 +127,8 @@ class Campaign:
         )
         status = read(run.folder / "status.json")
         assert (status["status"], status["step"]) == ("finished", STEPS), status
-        actual, expected = (_files(outcome.folder) for outcome in (run, self.whole))
+        actual = _list_files(run.folder)
+        expected = _list_files(self.whole.folder)
         assert actual == expected, f"left behind: {actual - expected}, missing: {expected - actual}"
         # One more where the last kill came before it was removed: a longer run would do that.
         assert len(list((run.folder / "checkpoints").iterdir())) <= 2
@@ -134,41 +138,44 @@ class Campaign:
         the run folder.
         """
         until = time.monotonic() + GONE_WITH_S
-        while left := self._processes() + self._shared_memory():
+        left = self._list_processes() + self._list_shared_memory()
+        while left:
             assert time.monotonic() < until, f"left behind: {left}"
             time.sleep(0.01)
-        left = [path for name in ("tmp", "cache") for path in (self.scratch / name).iterdir()]
-        left = [path for path in left if not path.name.startswith(IN_TMP)]
+            left = self._list_processes() + self._list_shared_memory()
+        files = list((self.scratch / "tmp").iterdir()) + list((self.scratch / "cache").iterdir())
+        left = [path for path in files if not path.name.startswith(IN_TMP)]
         assert not left, f"left behind: {left}"
 
-    def _processes(self) -> list[int]:
+    def _list_processes(self) -> list[int]:
         """Processes of the campaign that still run: `scratch` is in their environment, or they have
         a file below it open.
         """
         mark = str(self.scratch).encode()
-        problems = []
+        processes = []
         for process in set(psutil.pids()) - {os.getpid()}:
             folder = Path(f"/proc/{process}")
             with contextlib.suppress(OSError):
                 files = [os.readlink(file).encode() for file in (folder / "fd").iterdir()]
-                if mark in b"\0".join([(folder / "environ").read_bytes(), *files]):
-                    problems.append(process)
-        return problems
+                if mark in b"\0".join([(folder / "environ").read_bytes()] + files):
+                    processes.append(process)
+        return processes
 
-    def _shared_memory(self) -> list[str]:
+    def _list_shared_memory(self) -> list[str]:
         """New files in /dev/shm that no running process has mapped, such as another test's;
         joblib's are of other programs.
         """
-        new = {
-            name for name in os.listdir("/dev/shm") if not name.startswith("sem.loky-")
-        } - self.shared_memory
+        names = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.loky-")}
+        names -= self.shared_memory
+        if not names:
+            return []
         maps = ""
-        for process in psutil.pids() if new else ():
+        for process in psutil.pids():
             with contextlib.suppress(OSError):
                 maps += Path(f"/proc/{process}/maps").read_text(errors="replace")
-        return [name for name in new if f"/dev/shm/{name}" not in maps]
+        return [name for name in names if f"/dev/shm/{name}" not in maps]
 
-    def _finished(self, name: str) -> Outcome:
+    def _finish(self, name: str) -> Outcome:
         """Start, and let it come to its end."""
         for fork in self._start(name, self.random.choice(self.layouts)):
             ended = fork.end()
@@ -176,10 +183,13 @@ class Campaign:
         self.assert_nothing_is_left()
         return Outcome(folder=self.scratch / name)
 
-    def _is_killed(self, name: str) -> bool:
+    def _kill(self, name: str) -> bool:
         """Start, and kill at a random moment; False if the run had come to its end before."""
         processes = self.random.choice(self.layouts)
-        victim = self.random.choice([*range(processes), "all"] if processes > 1 else [0])
+        victims = list(range(processes))
+        if processes > 1:
+            victims.append("all")
+        victim = self.random.choice(victims)
         moment = self.random.uniform(0, self.seconds)
         operation = self.random.randint(1, OPERATIONS)
         if self.random.random() < 0.5:
@@ -189,39 +199,47 @@ class Campaign:
         forks = self._start(name, processes, operation)
         if not operation:
             time.sleep(moment)
-            for fork in forks if victim == "all" else [forks[victim]]:
-                fork.process.kill()
-        while alive := [fork.process.sentinel for fork in forks if fork.process.exitcode is None]:
-            connection.wait(alive, 120)
-            # What the launcher's agent does, too, when it misses one.
-            if any(fork.process.exitcode for fork in forks):
-                for fork in forks:
-                    fork.process.kill() if victim == "all" else fork.process.terminate()
-                break
+            for rank, fork in enumerate(forks):
+                if victim in ("all", rank):
+                    fork.process.kill()
+        self._await_end(forks, kills_all=victim == "all")
         ends = [fork.end(GONE_S) for fork in forks]
         self.assert_nothing_is_left()
         if all(end.code != -signal.SIGKILL for end in ends):
             assert all(end.code == 0 for end in ends), ends
             return False
         self.kills += 1
-        done = next((f"before {end.died_before}" for end in ends if end.died_before), "at a moment")
-        print(
-            f"{self.kills:4}  {name}, of {processes}: rank {victim} killed "
-            f"{re.sub(' [0-9]+$', '', done)}"
-        )
+        when = "at a moment"
+        for end in ends:
+            if end.died_before:
+                when = f"before {re.sub(' [0-9]+$', '', end.died_before)}"
+        print(f"{self.kills:4}  {name}, of {processes}: rank {victim} killed {when}")
         return True
+
+    @staticmethod
+    def _await_end(forks: list[Fork], kills_all: bool) -> None:
+        """Wait until all have ended; once one has failed, end the others, as the launcher does."""
+        while not any(fork.process.exitcode for fork in forks):
+            alive = [fork.process.sentinel for fork in forks if fork.process.exitcode is None]
+            if not alive:
+                return
+            connection.wait(alive, 120)
+        for fork in forks:
+            if kills_all:
+                fork.process.kill()
+            else:
+                fork.process.terminate()
 
     def _start(self, name: str, processes: int, operation: int = 0) -> list[Fork]:
         """A fork for each rank; rank 0 dies before its file operation of that number, if one is given."""
-        cadence = ("--checkpoint_every", self.random.randint(1, 3))
-        cache = ("--cache_folder", self.scratch / "cache") * (
-            self.recipe == "cls" and self.random.random() < 0.5
-        )
+        argv = self.argv + ["--name", name, "--checkpoint_every", self.random.randint(1, 3)]
+        if self.recipe == "cls" and self.random.random() < 0.5:
+            argv += ["--cache_folder", self.scratch / "cache"]
         self.starts += 1
         has_shards = self.shards and processes > 1 and (not self.moves or self.starts % 3 > 0)
         return self.forks.start_ranks(
             processes,
-            *(*self.words, "--output_dir", self.scratch, "--name", name, *cadence, *cache),
+            argv,
             recipe=self.recipe,
             before=functools.partial(begin, self.scratch / "tmp", FSDP if has_shards else {}),
             watch=self.scratch / name if operation else None,
@@ -246,7 +264,7 @@ def begin(temporary: Path, environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
-def _files(folder: Path) -> set[Path]:
+def _list_files(folder: Path) -> set[Path]:
     """Of a run, without its checkpoints' files, and without pictures, which only launched runs draw."""
     paths = {path.relative_to(folder) for path in folder.rglob("*")}
     return {path for path in paths if path.parts[0] not in ("checkpoints", "pictures")}
@@ -273,7 +291,7 @@ def test_runs_killed_at_random_are_bit_equal_to_the_undisturbed(
 LONG = [pytest.param(40, {"shards": True, "seed": seed}, marks=pytest.mark.long) for seed in (0, 1)]
 
 
-@pytest.mark.parametrize("kills, options", [(3, {}), (4, {"shards": True}), *LONG])
+@pytest.mark.parametrize("kills, options", [(3, {}), (4, {"shards": True})] + LONG)
 def test_runs_killed_and_moved_are_the_undisturbed_in_float64(
     forks, data, tmp_path, kills, options
 ):

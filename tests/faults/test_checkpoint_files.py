@@ -32,10 +32,10 @@ WORDS = (
 ).split()
 
 
-def train(forks, data: Path, folder: Path, *argv: object, observer=None):
-    """A run in `folder`, of one process."""
-    command = (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, *argv)
-    return forks(*command, observer=observer)
+def train(forks, data: Path, folder: Path, observer=None):
+    """Run one process in `folder`."""
+    argv = WORDS + ["--data", data, "--output_dir", folder.parent, "--name", folder.name]
+    return forks(argv, observer=observer)
 
 
 @pytest.fixture(scope="module")
@@ -92,22 +92,22 @@ def test_a_checkpoint_that_can_not_be_written_stops_the_run(forks, data, whole, 
     """Within a few steps, in one line; what was there stays, and once it can be written the same
     command goes on.
     """
-    act, says, mend = FAILURES[failure]
+    act, message, repair = FAILURES[failure]
     with disk(tmp_path / "disk", "24m") as root:
         folder = root / "run"
         ended = train(forks, data, folder, observer=AfterStep(act, 6))
         assert ended.code == 2 and len(ended.stderr.splitlines()) == 1, ended
-        assert f"{folder} can't be written (" in ended.stderr and says in ended.stderr, ended.stderr
+        assert f"{folder} can't be written (" in ended.stderr and message in ended.stderr, (
+            ended.stderr
+        )
         assert "make room, and the same command resumes" in ended.stderr
         status = read(folder / "status.json")
-        assert (
-            status["status"] == "failed" and says in status["cause"] and 8 <= status["step"] < STEPS
-        ), status
-        assert [verify(path).step for path in Checkpoints(folder / "checkpoints").list_paths()] == [
-            4
-        ]
+        assert status["status"] == "failed" and message in status["cause"], status
+        assert 8 <= status["step"] < STEPS, status
+        paths = Checkpoints(folder / "checkpoints").list_paths()
+        assert [verify(path).step for path in paths] == [4]
         assert not list(folder.rglob(".*.tmp"))
-        mend(folder)
+        repair(folder)
         ended = train(forks, data, folder)
         assert ended.code == 0 and "resuming from step 4 of 12" in ended.stdout, ended
         assert_same_run(folder, whole)
@@ -133,7 +133,7 @@ def end_at_once() -> None:
     launch.REFUSAL_DELAY_S = 0  # no launcher ends the others here
 
 
-def tell_and_lose(lose: Callable[[Path], None] | None, run) -> None:
+def print_step_and_lose(lose: Callable[[Path], None] | None, run) -> None:
     """Each step that is made is told; `lose` the run folder after the sixth."""
     os.write(1, f"done {run.step}\n".encode())
     if lose and run.step == 6:
@@ -143,14 +143,13 @@ def tell_and_lose(lose: Callable[[Path], None] | None, run) -> None:
 @pytest.mark.parametrize("lose", [shutil.rmtree, replace])
 def test_a_run_that_lost_its_folder_ends_and_leaves_others_alone(forks, data, tmp_path, lose):
     folder = tmp_path / "run"
-    argv = (*WORDS, "--data", data, "--output_dir", tmp_path, "--name", "run")
+    argv = WORDS + ["--data", data, "--output_dir", tmp_path, "--name", "run"]
     observers = {
-        rank: AfterStep(functools.partial(tell_and_lose, act))
-        for rank, act in enumerate((lose, None))
+        0: AfterStep(functools.partial(print_step_and_lose, lose)),
+        1: AfterStep(functools.partial(print_step_and_lose, None)),
     }
-    ends = [
-        fork.end() for fork in forks.start_ranks(2, *argv, observers=observers, before=end_at_once)
-    ]
+    ranks = forks.start_ranks(2, argv, observers=observers, before=end_at_once)
+    ends = [rank.end() for rank in ranks]
     for end in ends:
         assert end.code == 2 and "done 6\n" in end.stdout and "done 9\n" not in end.stdout, end
     message = ends[0].stderr.partition("cls.py: ")[2]  # before, a library may warn
@@ -179,7 +178,8 @@ def as_pickle(marker: Path) -> bytes:
 
 
 def as_torch(marker: Path) -> bytes:
-    torch.save({"weight": Malicious(marker)}, buffer := io.BytesIO())
+    buffer = io.BytesIO()
+    torch.save({"weight": Malicious(marker)}, buffer)
     return buffer.getvalue()
 
 
@@ -203,18 +203,16 @@ def forged(run_several, data, whole, killed, tmp_path_factory) -> dict[str, Outc
     folder = tmp_path_factory.mktemp("forged")
     cases = {}
     for name, (files, forge) in FORGED.items():
-        is_run = files is RUN_FILES
-        shutil.copytree(killed if is_run else whole / "best", folder / name)
+        if files is RUN_FILES:
+            shutil.copytree(killed, folder / name)
+            argv = WORDS + ["--output_dir", folder]
+        else:
+            shutil.copytree(whole / "best", folder / name)
+            argv = ["--eval_only", folder / name, "--image_size", 16]
+            argv += ["--output_dir", folder / "reports"]
         for file in files:
             (folder / name / file).write_bytes(forge(whole.with_name(f"executed by {name}")))
-        argv = WORDS if is_run else ("--eval_only", folder / name, "--image_size", 16)
-        cases[name] = [
-            *argv,
-            "--data",
-            data,
-            "--output_dir",
-            folder if is_run else folder / "reports",
-        ]
+        cases[name] = argv + ["--data", data]
     return run_several(1, cases)
 
 
@@ -227,10 +225,9 @@ def test_a_forged_file_of_a_run_or_a_model_never_executes(forged, whole, name):
         assert outcome.outcome == "ok" and "resuming from step 8 of 12" in outcome.stdout, outcome
         assert identical(outcome.tensors(), Outcome(folder=whole).tensors())
     else:
-        assert (
-            outcome.outcome == ("ok" if name == "results.json" else "refused")
-            and "\n" not in outcome.text
-        ), outcome
+        expected = "ok" if name == "results.json" else "refused"
+        assert outcome.outcome == expected, outcome
+        assert "\n" not in outcome.text, outcome
 
 
 LOADERS = {

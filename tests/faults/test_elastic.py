@@ -25,19 +25,19 @@ WORDS = (
     "--batch_norm group --norm_batch_size 4 --mixup 0.2 --drop_path 0.2 --hflip 0.5"
 ).split()
 # A machine may beat every other second only, and is heard of a second late.
-LEAST_ONE = "at_least=1,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=6"
-ELASTIC = ("--max_restarts", 3, "--rdzv_conf", LEAST_ONE)
+AT_LEAST_ONE = "at_least=1,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=6"
+ELASTIC = ["--max_restarts", 3, "--rdzv_conf", AT_LEAST_ONE]
 LEAVES = (
     "asked to stop{}: this machine leaves, the others continue; the same command lets it join again"
 )
 ALL_STOP = "the run stops; the same command on all machines resumes from the last checkpoint"
 
 
-def launcher(started: Started) -> psutil.Process:
+def get_launcher(started: Started) -> psutil.Process:
     return psutil.Process(started.process.pid)
 
 
-def said_once(line: str, done: subprocess.CompletedProcess[str]) -> bool:
+def is_printed_once(line: str, done: subprocess.CompletedProcess[str]) -> bool:
     """Whether `line` is there once, and no traceback; on a busy machine launchers also say for whom
     they wait.
     """
@@ -46,17 +46,17 @@ def said_once(line: str, done: subprocess.CompletedProcess[str]) -> bool:
 
 @pytest.fixture
 def start(tmp_path) -> Callable[..., Started]:
-    """`start(node, main, *flags)` starts the run on a machine."""
+    """`start(node, main, flags)` starts the run on a machine."""
     (tmp_path / "cls_paced.py").write_text(PACED)
 
-    def on(node: Node, main: Node, *flags: object) -> Started:
-        argv = (tmp_path / "cls_paced.py", *WORDS, "--output_dir", tmp_path, "--name", "run")
-        return node.start("2node_cpu", *argv, flags=["--main_process_ip", main.address, *flags])
+    def start_on(node: Node, main: Node, flags: list) -> Started:
+        argv = [tmp_path / "cls_paced.py"] + WORDS + ["--output_dir", tmp_path, "--name", "run"]
+        return node.start("2node_cpu", argv, flags=["--main_process_ip", main.address] + flags)
 
-    return on
+    return start_on
 
 
-def both_train(tmp_path: Path, started: list[Started]) -> Watched:
+def await_training(tmp_path: Path, started: list[Started]) -> Watched:
     run = Watched(tmp_path / "run", started)
     run.until(lambda: run.step() >= 12, "both train")
     assert run.world_size() == len(started)
@@ -64,7 +64,7 @@ def both_train(tmp_path: Path, started: list[Started]) -> Watched:
 
 
 @contextmanager
-def goes_on(run: Watched, after: str, machines: int) -> Iterator[None]:
+def assert_continues(run: Watched, after: str, machines: int) -> Iterator[None]:
     """After the block the run makes steps on so many machines; prints how long that took."""
     before = run.start_number()
     began = time.monotonic()
@@ -76,7 +76,7 @@ def goes_on(run: Watched, after: str, machines: int) -> Iterator[None]:
 
 def assert_undisturbed(forks, tmp_path: Path) -> None:
     """The run is the one of a single process: each step is there once, with the same loss."""
-    assert forks(*WORDS, "--output_dir", tmp_path, "--name", "alone").code == 0
+    assert forks(WORDS + ["--output_dir", tmp_path, "--name", "alone"]).code == 0
     run, alone = (Outcome(folder=tmp_path / name) for name in ("run", "alone"))
     assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
     for key in ("train/loss", "eval/loss"):
@@ -88,24 +88,23 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, s
     process.
     """
     first, second = nodes(2)
-    run = both_train(tmp_path, [start(node, first, *ELASTIC) for node in (first, second)])
+    run = await_training(tmp_path, [start(node, first, ELASTIC) for node in (first, second)])
 
-    with goes_on(run, "a process killed", machines=2):
-        launcher(run.started[1]).children()[0].kill()
-    with goes_on(run, "a machine lost", machines=1):
+    with assert_continues(run, "a process killed", machines=2):
+        get_launcher(run.started[1]).children()[0].kill()
+    with assert_continues(run, "a machine lost", machines=1):
         second.kill()
         run.started.pop().finish()
     alone = run.step()
     run.until(lambda: run.step() >= alone + 2, "it makes steps")
-    with goes_on(run, "a machine back", machines=2):
-        run.started.append(start(second, first, *ELASTIC))
-    with goes_on(run, "a machine asked to go", machines=1):
+    with assert_continues(run, "a machine back", machines=2):
+        run.started.append(start(second, first, ELASTIC))
+    with assert_continues(run, "a machine asked to go", machines=1):
         leaver = run.started.pop()
-        launcher(leaver).terminate()
+        get_launcher(leaver).terminate()
     left = leaver.finish()
-    assert left.returncode == 75 and said_once(
-        f"{second.name}: {LEAVES.format(' by SIGTERM')}", left
-    ), left.stderr
+    line = f"{second.name}: {LEAVES.format(' by SIGTERM')}"
+    assert left.returncode == 75 and is_printed_once(line, left), left.stderr
 
     done = run.started[0].finish()
     assert done.returncode == 0, done
@@ -117,7 +116,7 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, s
         resumed = re.findall(r"resuming from step (\d+) of", done.stdout)
         assert stopped and set(stopped) <= set(resumed), (cause, done.stdout)
     line = f"{first.name}: continuing without {second.name} ({second.address}): asked to stop"
-    assert said_once(line, done), done.stderr
+    assert is_printed_once(line, done), done.stderr
     assert_undisturbed(forks, tmp_path)
 
 
@@ -129,23 +128,22 @@ def test_all_machines_stop_where_none_can_go_on(nodes, start, tmp_path, signals)
     line of each launcher.
     """
     first, second = nodes(2)
-    flags = () if "needed" in signals else ELASTIC
-    run = both_train(tmp_path, [start(node, first, *flags) for node in (first, second)])
-    first_launcher, second_launcher = map(launcher, run.started)
-    asked_of = {
-        "both": [first_launcher, second_launcher],
-        "first": [first_launcher],
-        "process of the first": first_launcher.children(),
-    }.get(signals, [second_launcher])
-    for process in asked_of:
+    flags = [] if "needed" in signals else ELASTIC
+    run = await_training(tmp_path, [start(node, first, flags) for node in (first, second)])
+    launchers = [get_launcher(started) for started in run.started]
+    signalled = {
+        "both": launchers,
+        "first": launchers[:1],
+        "process of the first": launchers[0].children(),
+    }.get(signals, launchers[1:])
+    for process in signalled:
         process.terminate()
     done = [each.finish() for each in run.started]
-    for machine, process, each in zip(
-        (first, second), (first_launcher, second_launcher), done, strict=True
-    ):
-        by = " by SIGTERM" * (process in asked_of)
+    for machine, process, each in zip((first, second), launchers, done, strict=True):
+        cause = " by SIGTERM" if process in signalled else ""
         assert each.returncode == 75, each
-        assert said_once(f"{machine.name}: asked to stop{by}: {ALL_STOP}", each), each.stderr
+        line = f"{machine.name}: asked to stop{cause}: {ALL_STOP}"
+        assert is_printed_once(line, each), each.stderr
     status = read(tmp_path / "run/status.json")
     assert (status["status"], status["cause"]) == ("resumable", "SIGTERM")
     assert (tmp_path / f"run/checkpoints/step_{status['step']:08d}").is_dir()
@@ -153,14 +151,14 @@ def test_all_machines_stop_where_none_can_go_on(nodes, start, tmp_path, signals)
 
 @pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.parametrize("flags", [(), ELASTIC], ids=["fixed", "elastic"])
+@pytest.mark.parametrize("flags", [[], ELASTIC], ids=["fixed", "elastic"])
 def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, start, tmp_path, flags):
     """No connection ends, so that no process notices: its launcher's heartbeats are missing."""
     first, second = nodes(2)
-    run = both_train(tmp_path, [start(node, first, *flags) for node in (first, second)])
+    run = await_training(tmp_path, [start(node, first, flags) for node in (first, second)])
     began = time.monotonic()
     if flags:
-        with goes_on(run, "a cable is out", machines=1):
+        with assert_continues(run, "a cable is out", machines=1):
             second.unplug()
             run.started.pop()
         assert time.monotonic() - began < 150
@@ -184,7 +182,7 @@ def test_loss_of_the_main_machine_ends_all_and_loses_nothing(nodes, forks, start
     the last checkpoint.
     """
     first, second = nodes(2)
-    run = both_train(tmp_path, [start(node, first, *ELASTIC) for node in (first, second)])
+    run = await_training(tmp_path, [start(node, first, ELASTIC) for node in (first, second)])
     run.until(lambda: run.step() >= 25, "both train")
     began = time.monotonic()
     first.kill()
@@ -195,7 +193,7 @@ def test_loss_of_the_main_machine_ends_all_and_loses_nothing(nodes, forks, start
         "what it said: start the"
     )
     assert left.stderr.splitlines()[-1].startswith(line), left.stderr
-    done = start(second, second, *ELASTIC).finish()
+    done = start(second, second, ELASTIC).finish()
     assert done.returncode == 0, done.stderr
     assert "resuming from step 20 of" in done.stdout
     assert_undisturbed(forks, tmp_path)

@@ -64,45 +64,35 @@ def allow(megabytes: int) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(forks, tmp_path_factory) -> Outcome:
     folder = tmp_path_factory.mktemp("runs")
-    done = forks(*WORDS, "--output_dir", folder, "--name", "run")
+    done = forks(WORDS + ["--output_dir", folder, "--name", "run"])
     assert done.code == 0, done.stderr
     return Outcome(folder=folder / "run")
 
 
 def test_the_largest_micro_batch_that_fits_is_found_by_a_trial(forks, stripes, tmp_path):
     """With a real limit on this process's memory; then one that is too small for a single sample."""
-    argv = [
-        *WORDS,
-        "--data",
-        stripes,
-        "--image_size",
-        128,
-        "--output_dir",
-        tmp_path,
-        "--max_steps",
-        2,
-    ]
-    whole = forks(*argv, "--name", "whole")
+    argv = WORDS + ["--data", stripes, "--image_size", 128, "--max_steps", 2]
+    argv += ["--output_dir", tmp_path]
+    whole = forks(argv + ["--name", "whole"])
     assert whole.code == 0 and "32 = 1 process x 1 micro-step x 32 samples" in whole.stdout
     log = ""
     for _ in range(5):  # the trial before the first step may need a little less than the step
-        less = forks(*argv, "--name", "less", before=functools.partial(allow, 300))
+        less = forks(argv + ["--name", "less"], before=functools.partial(allow, 300))
         log += less.stdout
         if less.code != 99:
             break
     assert less.code == 0, less.stderr
     assert "do not fit into memory: 32 = 1 process x " in log and "x 1 micro-step " not in log
-    one, limited = (Outcome(folder=tmp_path / name) for name in ("whole", "less"))
-    np.testing.assert_allclose(limited.column("train/loss"), one.column("train/loss"), rtol=1e-8)
-    np.testing.assert_allclose(limited.column("eval/loss"), one.column("eval/loss"), rtol=1e-8)
+    unlimited = Outcome(folder=tmp_path / "whole")
+    limited = Outcome(folder=tmp_path / "less")
+    for key in ("train/loss", "eval/loss"):
+        np.testing.assert_allclose(limited.column(key), unlimited.column(key), rtol=1e-8)
 
     none = forks(
-        *argv, "--image_size", 1024, "--name", "none", before=functools.partial(allow, 300)
+        argv + ["--image_size", 1024, "--name", "none"], before=functools.partial(allow, 300)
     )
-    assert (
-        none.code == 2
-        and "cls.py: not even micro-batches of 1 fit into memory: take a smaller" in none.stderr
-    )
+    message = "cls.py: not even micro-batches of 1 fit into memory: take a smaller"
+    assert none.code == 2 and message in none.stderr
     assert not (tmp_path / "none").exists()
 
 
@@ -112,19 +102,20 @@ def test_a_run_out_of_memory_continues_with_half_the_micro_batch(
 ):
     """One process starts itself anew, several are started anew by their launcher; each step is there once."""
     script = copy(tmp_path / "cls_full.py", FULL)
-    argv = (*WORDS, "--output_dir", tmp_path, "--name", "run")
-    argv += ("--workers", 1) * (processes > 1)  # of two processes on two cores none would have any
-    config, flags = ("cpu", ()) if processes == 1 else ("multi_cpu", ("--max_restarts", 3))
-    done = launch(config, script, *argv, flags=flags)
+    argv = WORDS + ["--output_dir", tmp_path, "--name", "run"]
+    if processes == 1:
+        done = launch("cpu", [script] + argv)
+    else:  # of two processes on two cores none would have a worker
+        argv += ["--workers", 1]
+        done = launch("multi_cpu", [script] + argv, flags=["--max_restarts", 3])
     assert done.returncode == 0, done.stderr
     run = Outcome(folder=tmp_path / "run")
     assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
     np.testing.assert_allclose(
         run.column("train/loss"), undisturbed.column("train/loss"), rtol=1e-8
     )
-    assert run.read("status.json")["status"] == "finished" and run.read("micro_batch.json") == {
-        "cpu": 8
-    }
+    assert run.read("status.json")["status"] == "finished"
+    assert run.read("micro_batch.json") == {"cpu": 8}
 
 
 def be_too_large() -> None:
@@ -139,10 +130,8 @@ def be_too_large() -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_in_one_line(forks) -> None:
-    ended = forks("--max_steps", 1, "--name", "too_large", before=be_too_large)
+    ended = forks(["--max_steps", 1, "--name", "too_large"], before=be_too_large)
     [line] = [line for line in ended.stderr.splitlines() if "memory" in line]
     assert ended.code == 2
-    assert (
-        "does not fit into the memory of a device" in line
-        and "accelerate_configs/fsdp_bf16.yaml" in line
-    )
+    assert "does not fit into the memory of a device" in line
+    assert "accelerate_configs/fsdp_bf16.yaml" in line

@@ -45,26 +45,26 @@ print("\\n".join(keys))
 def test_a_run_on_one_machine_listens_on_its_loopback_alone(nodes, tmp_path):
     """All of its processes: launcher, ranks, data workers, the tracker's service."""
     first, stranger = nodes(2)
-    argv = (*WORDS, "--output_dir", tmp_path, "--name", "run")
-    run = Watched(
-        tmp_path / "run", [first.start("multi_cpu", "recipes/cls.py", *argv, env=OFFLINE)]
-    )
+    argv = WORDS + ["--output_dir", tmp_path, "--name", "run"]
+    started = first.start("multi_cpu", ["recipes/cls.py"] + argv, env=OFFLINE)
+    run = Watched(tmp_path / "run", [started])
     run.until(lambda: run.step() >= 4, "it trains")
     listening = first.listeners()
     launcher = psutil.Process(run.started[0].process.pid)
     ranks = [process.pid for process in launcher.children()]
-    seen = {int(number) for _, _, users in listening for number in re.findall(r"pid=(\d+)", users)}
-    assert {launcher.pid, *ranks} <= seen, (listening, "the test looks at the wrong processes")
+    listeners = " ".join(users for _, _, users in listening)
+    pids = set(map(int, re.findall(r"pid=(\d+)", listeners)))
+    assert set(ranks) | {launcher.pid} <= pids, (listening, "the test looks at the wrong processes")
     assert {address for address, _, _ in listening} <= LOOPBACK, listening
     ports = sorted({port for _, port, _ in listening})
-    knocked = stranger.start_python("-c", KNOCK, first.address, *ports).finish()
+    knocked = stranger.start_python(["-c", KNOCK, first.address] + ports).finish()
     assert json.loads(knocked.stdout) == {str(port): "ConnectionRefusedError" for port in ports}, (
         knocked
     )
 
 
 def forge(stranger: Node, address: str, port: int | str, marker) -> list[str]:
-    done = stranger.start_python("-c", FORGE, address, port, marker).finish()
+    done = stranger.start_python(["-c", FORGE, address, port, marker]).finish()
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -72,10 +72,10 @@ def forge(stranger: Node, address: str, port: int | str, marker) -> list[str]:
 def test_machines_execute_nothing_that_a_stranger_writes(nodes, tmp_path):
     """In the ranks' store the run writes over it; in the launchers' store it ends the run."""
     first, second, stranger = nodes(3)
-    argv = (*WORDS, "--output_dir", tmp_path, "--name", "run")
+    argv = WORDS + ["--output_dir", tmp_path, "--name", "run"]
     flags = ["--main_process_ip", first.address]
     started = [
-        node.start("2node_cpu", "recipes/cls.py", *argv, flags=flags, env=OFFLINE)
+        node.start("2node_cpu", ["recipes/cls.py"] + argv, flags=flags, env=OFFLINE)
         for node in (first, second)
     ]
     run = Watched(tmp_path / "run", started)

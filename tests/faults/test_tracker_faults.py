@@ -72,18 +72,9 @@ def run(forks, data):
     """`run(folder, tracker, environment, kill=False)` -> what it said."""
 
     def train(folder: Path, tracker: str = "wandb", environment=None, kill: bool = False) -> str:
-        argv = (
-            *WORDS,
-            "--data",
-            data,
-            "--output_dir",
-            folder.parent,
-            "--name",
-            folder.name,
-            "--tracker",
-            tracker,
-        )
-        ended = forks(*argv, observer=LateDashboard(environment or {}, kill))
+        argv = WORDS + ["--data", data, "--output_dir", folder.parent, "--name", folder.name]
+        argv += ["--tracker", tracker]
+        ended = forks(argv, observer=LateDashboard(environment or {}, kill))
         assert ended.code == 0, ended
         return ended.stdout
 

@@ -34,16 +34,16 @@ START_S = 45  # what starting takes on a busy machine
 
 def start(
     nodes: Sequence[Node],
-    *argv: object,
+    argv: list,
     flags: Sequence[object] = (),
-    lines: Sequence[Sequence] = ((), ()),
+    lines: Sequence[list] = ([], []),
     recipe: str | Path = "recipes/cls.py",
     env: dict[str, str] | None = None,
 ) -> list[Started]:
-    """The command of the README on each machine; `lines` are the words that only one of them is given."""
-    flags = ["--main_process_ip", nodes[0].address, *flags]
+    """Start the command of the README on each machine; each of `lines` is for one machine alone."""
+    flags = ["--main_process_ip", nodes[0].address] + list(flags)
     return [
-        node.start("2node_cpu", recipe, *small(argv), *line, flags=flags, env=env)
+        node.start("2node_cpu", [recipe] + small(argv) + line, flags=flags, env=env)
         for node, line in zip(nodes, lines, strict=True)
     ]
 
@@ -61,18 +61,18 @@ def test_machines_whose_clocks_differ_start_together(nodes, tmp_path):
     script = tmp_path / "world.py"
     script.write_text("import os, sys; open(sys.argv[1], 'a').write(os.environ['WORLD_SIZE'])")
 
-    def start_at(port: int, seconds: int, *argv: object) -> list[Started]:
+    def start_at(port: int, seconds: int, argv: list) -> list[Started]:
         flags = ["--main_process_ip", first.address, "--main_process_port", port]
         env = {"LD_PRELOAD": library, "FAKETIME": f"{seconds:+}"}
         return [
-            first.start("2node_cpu", *argv, flags=flags),
-            second.start("2node_cpu", *argv, flags=flags, env=env),
+            first.start("2node_cpu", argv, flags=flags),
+            second.start("2node_cpu", argv, flags=flags, env=env),
         ]
 
     seconds = (-90, 3600)
     started = [
-        start_at(30000 + number, by, script, tmp_path / str(by))
-        for number, by in enumerate(seconds)
+        start_at(30000, -90, [script, tmp_path / "-90"]),
+        start_at(30001, 3600, [script, tmp_path / "3600"]),
     ]
     for by, (main, other) in zip(seconds, map(finish, started), strict=True):
         assert [main.returncode, other.returncode] == [0, 0] and not main.stderr + other.stderr, (
@@ -112,15 +112,9 @@ def test_a_machine_that_does_not_come_in_time_is_named(nodes):
     began = time.monotonic()
     started = []
     for port, (node, address, _) in enumerate(cases.values(), 30000):
-        flags = [
-            "--main_process_ip",
-            address,
-            "--main_process_port",
-            port,
-            "--rdzv_conf",
-            f"join_timeout={JOIN_S}",
-        ]
-        started.append(node.start("2node_cpu", "recipes/cls.py", flags=flags))
+        flags = ["--main_process_ip", address, "--main_process_port", port]
+        flags += ["--rdzv_conf", f"join_timeout={JOIN_S}"]
+        started.append(node.start("2node_cpu", ["recipes/cls.py"], flags=flags))
     for (case, (node, _, message)), done in zip(cases.items(), finish(started), strict=True):
         lines = done.stderr.splitlines()
         assert done.returncode == 1 and "Traceback" not in done.stderr, (case, done.stderr)
@@ -145,9 +139,9 @@ def test_machines_that_differ_are_refused_with_what_differs(nodes, tmp_path):
         package.read_text().replace(f"Version: {distribution('timm').version}", "Version: 0.1")
     )
     first, second = nodes(2, own={1: changed_files})
-    argv = [*WORDS, "--output_dir", tmp_path / "runs"]
+    argv = WORDS + ["--output_dir", tmp_path / "runs"]
     began = time.monotonic()
-    done = finish(start((first, second), *argv, lines=(["--lr", 0.1], ["--lr", 0.2])))
+    done = finish(start((first, second), argv, lines=(["--lr", 0.1], ["--lr", 0.2])))
     message = f"rank 1 on {second.name} is not as rank 0 on {first.name}: --lr 0.2 instead of 0.1, "
     message += (
         "common/data/batch_plan.py is another file, timm 0.1 instead of "
@@ -168,11 +162,12 @@ def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp
     runs = tmp_path / "runs"
     empty = tmp_path / "empty"
     empty.mkdir()
-    argv = (*WORDS, "--output_dir", runs, "--name", "run")
-    assert forks(*argv, "--max_steps", 6).code == 0
+    argv = WORDS + ["--output_dir", runs, "--name", "run"]
+    assert forks(argv + ["--max_steps", 6]).code == 0
     first, second = nodes(2, own={1: {runs: empty}})
-    (recipe := tmp_path / "cls_late.py").write_text(LATE)
-    done = finish(start((first, second), *argv, recipe=recipe, env={"LATE_RANK": "0"}))
+    recipe = tmp_path / "cls_late.py"
+    recipe.write_text(LATE)
+    done = finish(start((first, second), argv, recipe=recipe, env={"LATE_RANK": "0"}))
     path = runs / "run" / "checkpoints" / "step_00000006"
     for each in done:
         assert each.returncode == 2, each.stderr
@@ -187,7 +182,7 @@ def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp
     assert not list(empty.iterdir())
     shutil.rmtree(runs / "run")  # and the other way round, where processes may be restarted
     restarted = start(
-        (first, second), *argv, recipe=recipe, flags=["--max_restarts", 2], env={"LATE_RANK": "1"}
+        (first, second), argv, recipe=recipe, flags=["--max_restarts", 2], env={"LATE_RANK": "1"}
     )
     done = finish(restarted)
     for each in done:
@@ -201,9 +196,8 @@ def test_a_process_that_can_not_start_ends_all_launchers(nodes, tmp_path):
     """The others would wait for it in the process group."""
     first, second = nodes(2)
     began = time.monotonic()
-    done = finish(
-        start((first, second), *WORDS, "--output_dir", tmp_path, lines=((), ["--no_such_flag", 1]))
-    )
+    argv = WORDS + ["--output_dir", tmp_path]
+    done = finish(start((first, second), argv, lines=([], ["--no_such_flag", 1])))
     assert [each.returncode for each in done] == [1, 2]
     assert done[1].stderr == "cls.py: unknown flag --no_such_flag; --help all lists all flags\n"
     assert re.fullmatch(

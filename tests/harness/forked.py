@@ -78,9 +78,8 @@ class Fork:
         if self.process.exitcode is None:
             end_with_stacks([psutil.Process(self.process.pid)])
             raise AssertionError(f"no end within {limit}: {(self.folder / 'err').read_text()}")
-        return Ended(
-            self.process.exitcode, *((self.folder / name).read_text() for name in _REPORTS)
-        )
+        stdout, stderr, died_before = ((self.folder / name).read_text() for name in _REPORTS)
+        return Ended(self.process.exitcode, stdout, stderr, died_before)
 
 
 class Forks:
@@ -99,19 +98,20 @@ class Forks:
                 patch.setenv(name, value)
             self.server.ensure_running()
 
-    def __call__(self, *args: object, **options: Any) -> Ended:
-        """Run recipes/<recipe>.py with `args` on its command line, to its end: see `start`."""
-        return self.start(*args, **options).end()
+    def __call__(self, argv: Sequence[object], **options: Any) -> Ended:
+        """Run recipes/<recipe>.py with `argv` on its command line, to its end: see `start`."""
+        return self.start(argv, **options).end()
 
     def start(
         self,
-        *args: object,
+        argv: Sequence[object],
+        *,
         recipe: str | Path = "cls",
         observer: Observer | None = None,
         before: Callable[[], None] | None = None,
         **options: Any,
     ) -> Fork:
-        """Start the recipe, or a copy of it in a file, with `args` on its command line; the run is `small`.
+        """Start the recipe, or a copy of it in a file, with `argv` on its command line; the run is `small`.
 
         `observer` sees the run. `before` is called first in the fork, to change its environment: a
         function at the top of a test module, or a `functools.partial` of one. With `watch`, SIGKILL
@@ -119,12 +119,14 @@ class Forks:
         operation ("read" for a file that is opened for that), path with 0 for every number, and how
         often it has come before. Nothing is drawn but with `pictures`.
         """
-        return self._fork(self._recipe(recipe, args, observer), {}, before, **options)
+        main = self._build_main(recipe, argv, observer)
+        return self._fork(main, {}, before, **options)
 
     def start_ranks(
         self,
         processes: int,
-        *args: object,
+        argv: Sequence[object],
+        *,
         recipe: str | Path = "cls",
         observers: Mapping[int, Observer] | None = None,
         before: Callable[[], None] | None = None,
@@ -134,7 +136,7 @@ class Forks:
         """As many forks, which are the ranks of one world; `observers` are by rank, `watch` is for rank 0."""
         forks = []
         for rank, world in enumerate(_worlds(processes)):
-            main = self._recipe(recipe, args, (observers or {}).get(rank))
+            main = self._build_main(recipe, argv, (observers or {}).get(rank))
             forks.append(self._fork(main, world, before, None if rank else watch, **options))
         return forks
 
@@ -152,10 +154,16 @@ class Forks:
         return [self._fork(main, world, before, pictures=True) for world in worlds]
 
     def run_main(
-        self, *arguments: Any, timeout: float, **options: Any
+        self,
+        processes: int,
+        main: Callable[[], None],
+        environment: Mapping[str, str | None] | None = None,
+        before: Callable[[], None] | None = None,
+        *,
+        timeout: float,
     ) -> subprocess.CompletedProcess[str]:
         """`start_main` to the end of all ranks; if one fails, the others end with their stacks."""
-        ranks = self.start_main(*arguments, **options)
+        ranks = self.start_main(processes, main, environment, before)
         limit = Limit(timeout)
         while alive := [rank.process.sentinel for rank in ranks if rank.process.exitcode is None]:
             if limit.left() <= 0 or any(rank.process.exitcode for rank in ranks):
@@ -167,15 +175,14 @@ class Forks:
             connection.wait(alive, 1.0)
         ends = [rank.end() for rank in ranks]
         code = max(abs(end.code) for end in ends)
-        stdout, stderr = (
-            "\n".join(getattr(end, name) for end in ends) for name in ("stdout", "stderr")
-        )
+        stdout = "\n".join(end.stdout for end in ends)
+        stderr = "\n".join(end.stderr for end in ends)
         return subprocess.CompletedProcess(["forks"], code, stdout, stderr)
 
-    def _recipe(
-        self, recipe: str | Path, args: Sequence[object], observer: Observer | None
+    def _build_main(
+        self, recipe: str | Path, argv: Sequence[object], observer: Observer | None
     ) -> Callable[[], None]:
-        command = [str(Path(recipe).with_suffix(".py")), *map(str, small(args, recipe))]
+        command = [str(Path(recipe).with_suffix(".py"))] + list(map(str, small(argv, recipe)))
         if "--eval_only" in command and "--output_dir" not in command:
             command += ["--output_dir", str(self.scratch)]  # for reports
         return functools.partial(_run_recipe, command, observer)
@@ -194,8 +201,8 @@ class Forks:
         folder.mkdir()
         for name in _REPORTS:
             (folder / name).touch()  # also where the fork does not live to write
-        arguments = main, folder, environment, before, watch, spared, pictures
-        process = self.context.Process(target=_run, args=arguments)
+        args = (main, folder, environment, before, watch, spared, pictures)
+        process = self.context.Process(target=_run, args=args)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 multiprocessing.forkserver,
@@ -288,15 +295,16 @@ def _assassin(watch: str, spared: Collection[str], report: int) -> Callable[[str
     def hook(event: str, arguments: tuple) -> None:
         if event not in FILE_OPERATIONS:
             return
-        path, *details = arguments
-        if (
-            event in ("os.remove", "os.rmdir") and details[0] >= 0
-        ):  # a name relative to an open folder
-            path = os.path.join(os.readlink(f"/proc/self/fd/{details[0]}"), path)
+        path = arguments[0]
+        if event in ("os.remove", "os.rmdir"):
+            descriptor = arguments[1]
+            if descriptor >= 0:  # a name relative to an open folder
+                path = os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), path)
         if not str(path).startswith(watch):
             return
-        reads = event == "open" and not details[1] & (os.O_WRONLY | os.O_RDWR)
-        operation = without_numbers("read" if reads else event, str(path).removeprefix(watch))
+        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            event = "read"
+        operation = without_numbers(event, str(path).removeprefix(watch))
         times[operation] += 1
         if f"{operation} {times[operation]}" not in spared:
             os.write(report, f"{operation} {times[operation]}".encode())

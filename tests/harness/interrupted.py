@@ -75,12 +75,12 @@ class Interrupted(Watched):
             seconds=600,
             pause=0.002,
         )
-        self.family = [self.launcher, *self.launcher.children(recursive=True)]
+        self.family = [self.launcher] + self.launcher.children(recursive=True)
         return self
 
     def rank(self, number: int) -> psutil.Process:
         # The launcher's own children come first. MPICH's ranks are children of its proxy.
-        for process in [*self.launcher.children(), *self.launcher.children(recursive=True)]:
+        for process in self.launcher.children() + self.launcher.children(recursive=True):
             environ = process.environ()
             names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
             if next((environ[name] for name in names if name in environ), "0") == str(number):
@@ -108,10 +108,10 @@ class Interrupted(Watched):
         """
         code = self.started[0].finish(seconds).returncode
         started_since = [process for process in psutil.process_iter() if self._is_mine(process)]
-        alive = [*self.family, *started_since]
+        alive = self.family + started_since
         limit = Limit(seconds)
-        while alive and (left := limit.left()) > 0:
-            _, alive = psutil.wait_procs(alive, min(left, 1.0))
+        while alive and limit.left() > 0:
+            _, alive = psutil.wait_procs(alive, 1.0)
         left = [
             process
             for process in alive

@@ -72,14 +72,20 @@ def small(args: Sequence[object], recipe: str | Path = "cls") -> list[object]:
     prefix = Path(recipe).stem[:3]
     recipe = prefix if prefix in SMALL else "cls"
     flags_given = {str(word).partition("=")[0] for word in args}
-    flags = (
-        f"{'' if {'--config', '--eval_only'} & flags_given else SMALL[recipe]} --tracker none --workers 1"
-    ).split()
-    left_out = flags_given.union(*(NOT_OF_FAMILY.get(word, ()) for word in flags_given))
+    defaults = "--tracker none --workers 1"
+    if not {"--config", "--eval_only"} & flags_given:
+        defaults = f"{SMALL[recipe]} {defaults}"
+    left_out = set(flags_given)
+    for word in flags_given:
+        left_out |= NOT_OF_FAMILY.get(word, set())
     if "--init" in flags_given and "--data" not in flags_given:  # the weights decide
         left_out |= {"--model", "--levels", "--width", "--short_sides", "--long_side"}
-    pairs = zip(flags[::2], flags[1::2], strict=True)
-    return [*args, *(word for pair in pairs if pair[0] not in left_out for word in pair)]
+    argv = list(args)
+    flags = defaults.split()
+    for flag, value in zip(flags[::2], flags[1::2], strict=True):
+        if flag not in left_out:
+            argv += [flag, value]
+    return argv
 
 
 def small_command(args: Sequence[object]) -> list[object]:
@@ -148,28 +154,23 @@ class Launcher:
 
     def __init__(self, home: Path, before: Sequence[str] = ()) -> None:
         self.home = home
-        self.before = before
+        self.before = list(before)
 
     def start(
-        self,
-        config: str,
-        script: str | Path,
-        *arguments: object,
-        flags: Sequence[object] = (),
-        **options: Any,
+        self, config: str, argv: list, *, flags: Sequence[object] = (), **options: Any
     ) -> Started:
-        """`accelerate launch --config_file accelerate_configs/<config>.yaml <flags> <script> <arguments>`."""
+        """`accelerate launch --config_file accelerate_configs/<config>.yaml <flags> <argv>`."""
         file = ROOT / "accelerate_configs" / f"{config}.yaml"
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", file, *flags]
-        return self.start_python(*launcher, script, *arguments, **options)
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", file]
+        return self.start_python(launcher + list(flags) + argv, **options)
 
-    def start_python(self, *arguments: object, **options: Any) -> Started:
-        """`python <arguments>`."""
-        return self.start_command(sys.executable, *arguments, **options)
+    def start_python(self, argv: list, **options: Any) -> Started:
+        """`python <argv>`."""
+        return self.start_command([sys.executable] + argv, **options)
 
     def start_command(
         self,
-        *args: object,
+        argv: list,
         env: Mapping[str, str] | None = None,
         process_group: int | None = None,
         cwd: Path = ROOT,
@@ -179,12 +180,11 @@ class Launcher:
 
         With `process_group` 0 it is in a group of its own, as a shell starts it.
         """
-        outputs = [
-            Path(tempfile.mkstemp(dir=self.home, suffix=suffix)[1]) for suffix in (".out", ".err")
-        ]
-        with outputs[0].open("w") as stdout, outputs[1].open("w") as stderr:
+        out = self._create_file(".out")
+        err = self._create_file(".err")
+        with out.open("w") as stdout, err.open("w") as stderr:
             process = subprocess.Popen(
-                [*self.before, *map(str, small_command(args))],
+                list(map(str, self.before + small_command(argv))),
                 cwd=cwd,
                 env={
                     **inherit_environment(),
@@ -199,10 +199,13 @@ class Launcher:
                 stderr=stderr,
                 process_group=process_group,
             )
-        return Started(process, *outputs)
+        return Started(process, out, err)
 
     def __call__(
         self, *args: Any, timeout: float = 120, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """`start` and wait for the end."""
         return self.start(*args, **options).finish(timeout)
+
+    def _create_file(self, suffix: str) -> Path:
+        return Path(tempfile.mkstemp(dir=self.home, suffix=suffix)[1])

@@ -29,10 +29,9 @@ class Node(Launcher):
         self.name = f"node{number}"
         self.address = f"10.77.0.{number + 1}"
         mounts = {hosts: "/etc/hosts"} | {target: source for source, target in own_files.items()}
-        steps = [
-            f"hostname {self.name}",
-            *(shlex.join(["mount", "--bind", *map(str, pair)]) for pair in mounts.items()),
-        ]
+        steps = [f"hostname {self.name}"]
+        for source, target in mounts.items():
+            steps.append(shlex.join(["mount", "--bind", str(source), str(target)]))
         inside = [
             "unshare",
             "--mount",
@@ -99,7 +98,7 @@ def machines(
     spaces = [f"{switch}-{number}" for number in range(count)]
     nodes = []
     try:
-        for space in (switch, *spaces):
+        for space in [switch] + spaces:
             _ip("netns", "add", space)
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
@@ -112,9 +111,8 @@ def machines(
             hosts.write_text(
                 "".join(f"{address} {name}\n" for name, address in addresses_by_name.items())
             )
-            nodes.append(
-                node := Node(space, number, home, hosts, (own_files or {}).get(number, {}))
-            )
+            node = Node(space, number, home, hosts, (own_files or {}).get(number, {}))
+            nodes.append(node)
             port = f"port{number}"
             _ip(
                 "-n",
@@ -138,17 +136,17 @@ def machines(
     finally:
         for node in nodes:
             node.kill()
-        for space in {switch, *spaces} & {
-            line.split()[0] for line in _ip("netns", "list").splitlines()
-        }:
-            _ip("netns", "delete", space)
+        existing = {line.split()[0] for line in _ip("netns", "list").splitlines()}
+        for space in [switch] + spaces:
+            if space in existing:
+                _ip("netns", "delete", space)
 
 
 def require_namespaces(home: Path) -> None:
     """Skip a test where network namespaces can't be made; in CI, where they must, fail it."""
     try:
         with machines(1, home) as nodes:
-            subprocess.run([*nodes[0].before, "true"], **_CAPTURED)
+            subprocess.run(nodes[0].before + ["true"], **_CAPTURED)
     except (OSError, subprocess.CalledProcessError) as error:
         why = (getattr(error, "stderr", "") or str(error)).strip()
         reason = f"network namespaces can't be made here: {why}; they take root and iproute2"

@@ -6,7 +6,7 @@ import importlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,22 +24,22 @@ def copy_run(run: Path, to: Path) -> Path:
     return shutil.copytree(run, to, ignore=shutil.ignore_patterns("checkpoints", "wandb"))
 
 
-def refusal(call: Callable, *args: object) -> str:
-    """What a tool's `main` says about these words, in one line."""
+def catch_refusal(main: Callable, argv: Sequence[object]) -> str:
+    """The line with which a tool's `main` refuses `argv`."""
     with pytest.raises(Refused) as refused:
-        call(list(map(str, args)))
+        main(list(map(str, argv)))
     return str(refused.value)
 
 
-def start_tool(forks: Forks, processes: int, tool: str, *args: object) -> list[Fork]:
-    """`python -m tools.<tool> <words>` on as many ranks, which are forks of a warm process;
+def start_tool(forks: Forks, processes: int, tool: str, argv: Sequence[object]) -> list[Fork]:
+    """`python -m tools.<tool> <argv>` on as many ranks, which are forks of a warm process;
     `.end()` waits for one.
     """
-    return forks.start_main(processes, functools.partial(_be_tool, tool, list(map(str, args))))
+    return forks.start_main(processes, functools.partial(_run_tool, tool, list(map(str, argv))))
 
 
-def _be_tool(tool: str, args: list[str]) -> None:
-    sys.argv = [tool, *args]
+def _run_tool(tool: str, argv: list[str]) -> None:
+    sys.argv = [tool] + argv
     launch.run(importlib.import_module(f"tools.{tool}.__main__").main)
 
 

@@ -36,7 +36,8 @@ from common.run import Observer, Run, plots
 def load_recipe(recipe: Path) -> ModuleType:
     """The recipe as a module: a script's folder is no package."""
     spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
-    sys.modules[recipe.stem] = module = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[recipe.stem] = module
     spec.loader.exec_module(module)
     return module
 
@@ -63,7 +64,8 @@ def run(main: Callable[[], None]) -> tuple[str, str]:
 
 def draw_nothing() -> None:
     """Replace the functions that draw: pictures take longer than a small run, and no flag leaves them out."""
-    plots.attempt = plots.curves = lambda *_: None
+    plots.attempt = lambda *_: None
+    plots.curves = lambda *_: None
 
 
 def main(recipe: Path, cases: Path, pictures: bool) -> None:
@@ -77,16 +79,18 @@ def main(recipe: Path, cases: Path, pictures: bool) -> None:
     for args in json.loads(cases.read_text()):
         copy = Path(args[0]) if args[0].endswith(".py") else None
         module = load_recipe(copy) if copy else original
-        sys.argv = [*([] if copy else [str(recipe)]), *map(str, args)]
+        sys.argv = list(map(str, args))
+        if not copy:
+            sys.argv.insert(0, str(recipe))
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             outcome, text = run(module.main)
         # Else the others are somewhere in the case, and this would be one more wait.
         if outcome != "failed":
-            of_ranks = gather_objects((outcome, text))
-            if len(set(map(tuple, of_ranks))) > 1:
+            by_rank = gather_objects((outcome, text))
+            if len(set(map(tuple, by_rank))) > 1:
                 outcome = "failed"
-                text = f"the ranks disagree: {of_ranks}"
+                text = f"the ranks disagree: {by_rank}"
         outcomes.append({"outcome": outcome, "text": text, "stdout": printed.getvalue()})
         if os.environ.get("RANK", "0") == "0":  # also before there is a process group
             cases.with_name("OUTCOMES.json").write_text(json.dumps(outcomes, indent=2))

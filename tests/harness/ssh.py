@@ -66,27 +66,23 @@ class Hosts:
     def serve(self, node: Node) -> None:
         """Start sshd on a machine, and wait until it listens."""
         log = self.home / f"{node.name}.log"
-        command = [*node.before, "/usr/sbin/sshd", "-D", "-e", "-f", str(self.home / "sshd_config")]
+        server = ["/usr/sbin/sshd", "-D", "-e", "-f", str(self.home / "sshd_config")]
         with log.open("w") as output:
             self._servers[node] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                node.before + server, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
         for _ in Limit(30).turns(0.05):
             if "Server listening on 0.0.0.0" in log.read_text():
                 return
         raise AssertionError(log.read_text())
 
-    def start(
-        self, node: Node, command: Sequence[object], env: Mapping[str, str] | None = None
-    ) -> Started:
+    def start(self, node: Node, command: list, env: Mapping[str, str] | None = None) -> Started:
         """Start a command on a machine, from which `ssh` reaches the others, in a process group of
         its own.
         """
         # A shell lets what it starts in the background ignore it.
-        heard = ["env", "--default-signal=INT"]
-        return node.start_command(
-            *heard, *command, env={"PATH": self._path} | (env or {}), process_group=0
-        )
+        argv = ["env", "--default-signal=INT"] + command
+        return node.start_command(argv, env={"PATH": self._path} | (env or {}), process_group=0)
 
     def left_over(self) -> list[str]:
         """Command lines of what runs on the machines besides sshd."""

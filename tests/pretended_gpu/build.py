@@ -40,9 +40,12 @@ def why_not() -> str:
         return f"torch {torch.__version__} is not a build for CUDA"
     if torch.cuda.is_available():
         return "there is a real GPU"
-    if missing := [tool for tool in ("gcc", "nm") if not shutil.which(tool)]:
+    missing = [tool for tool in ("gcc", "nm") if not shutil.which(tool)]
+    if missing:
         return f"{' and '.join(missing)} (Debian: gcc, binutils) are needed to pretend GPUs"
-    return "" if _headers(SITE) else "the headers of CUDA's runtime are not installed beside torch"
+    if not _find_headers(SITE):
+        return "the headers of CUDA's runtime are not installed beside torch"
+    return ""
 
 
 def build() -> dict[str, str]:
@@ -50,12 +53,11 @@ def build() -> dict[str, str]:
 
     The library is kept in the temporary folder, for all processes of this user, these sources and this torch.
     """
-    headers = _headers(SITE)
-    parts = [
-        (HERE / name).read_bytes() for name in (*SOURCES, "nvrtc.c", "pretended.h", "build.py")
-    ]
-    parts += [str(headers).encode(), torch.__version__.encode()]
-    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    headers = _find_headers(SITE)
+    contents = [(HERE / name).read_bytes() for name in SOURCES]
+    contents += [(HERE / name).read_bytes() for name in ("nvrtc.c", "pretended.h", "build.py")]
+    contents += [str(headers).encode(), torch.__version__.encode()]
+    key = hashlib.sha256(b"\0".join(contents)).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"pretended-gpu-{os.getuid()}" / key
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.parent.stat().st_uid != os.getuid():
@@ -73,21 +75,22 @@ def build() -> dict[str, str]:
     }
 
 
-def _headers(site: Path) -> Path | None:
+def _find_headers(site: Path) -> Path | None:
     """CUDA's headers in torch's wheels: nvidia/cu13/include, before CUDA 13 nvidia/cuda_runtime/include."""
     return next((path.parent for path in site.glob("nvidia/*/include/cuda_runtime_api.h")), None)
 
 
 def _compile(headers: Path, folder: Path, nvrtc: str) -> None:
-    libraries = [
-        *SITE.glob("torch/lib/lib*cuda*.so"),
-        *SITE.glob("torchvision/*_stable.so"),
-        *SITE.glob("torchvision/_C.so"),
-    ]
-    libraries += [
-        SITE / "torch/lib" / name
-        for name in ("libtorch_python.so", "libtorch_cpu.so", "libcaffe2_nvrtc.so")
-    ]
+    libraries = []
+    for pattern in (
+        "torch/lib/lib*cuda*.so",
+        "torchvision/*_stable.so",
+        "torchvision/_C.so",
+        "torch/lib/libtorch_python.so",
+        "torch/lib/libtorch_cpu.so",
+        "torch/lib/libcaffe2_nvrtc.so",
+    ):
+        libraries += SITE.glob(pattern)
     symbols = set()
     for library in libraries:
         listing = subprocess.run(
@@ -95,32 +98,25 @@ def _compile(headers: Path, folder: Path, nvrtc: str) -> None:
         )
         symbols |= {line.split()[-1].split("@")[0] for line in listing.stdout.splitlines()}
     names = [name for name in sorted(symbols) if ASKED.match(name) and not REAL.search(name)]
-    (folder / "stubs.c").write_text(STUBS + "".join(map(_stub, names)))
+    (folder / "stubs.c").write_text(STUBS + "".join(map(_write_stub, names)))
     flags = ["-O3", "-w", "-shared", "-fPIC", f"-I{HERE}", f"-I{headers}"]
-    sources = [*(HERE / name for name in SOURCES), folder / "stubs.c"]
-    _gcc(
-        *flags,
-        "-Wl,-soname,libcuda.so.1",
-        "-o",
-        folder / "libcuda.so.1",
-        *sources,
-        "-ldl",
-        "-lpthread",
-    )
+    sources = [HERE / name for name in SOURCES] + [folder / "stubs.c"]
+    output = ["-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1"]
+    _run_gcc(flags + output + sources + ["-ldl", "-lpthread"])
     # torch finds NVRTC by the name of its file, and its functions only there.
     (folder / "versions").write_text(f"{nvrtc} {{ *; }};")
     versions = f"-Wl,-soname,{nvrtc},--version-script={folder / 'versions'}"
-    _gcc(*flags, versions, "-o", folder / nvrtc, HERE / "nvrtc.c")
+    _run_gcc(flags + [versions, "-o", folder / nvrtc, HERE / "nvrtc.c"])
     (folder / "built").touch()
 
 
-def _gcc(*argv: object) -> None:
-    done = subprocess.run(["gcc", *argv], capture_output=True, text=True)
+def _run_gcc(argv: list) -> None:
+    done = subprocess.run(["gcc"] + argv, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the pretended runtime does not compile:\n{done.stderr}")
 
 
-def _stub(name: str) -> str:
+def _write_stub(name: str) -> str:
     """A weak function that succeeds, or reports an error if it would have to compute. Hand-written
     ones replace it.
     """
@@ -130,9 +126,9 @@ def _stub(name: str) -> str:
     if not OWN.match(name) and not PREPARES.search(name):
         return f'{start}() {{ return pretended_computed("{name}") ? 0 : 8; }}\n'
     if "Create" in name:
-        return f"{start}(void **made) {{ *made = calloc(1, 4096); return 0; }}\n"
+        return f"{start}(void **handle) {{ *handle = calloc(1, 4096); return 0; }}\n"
     return f"{start}() {{ return 0; }}\n"
 
 
 if __name__ == "__main__":
-    print(*(f"{name}={value}" for name, value in build().items()))
+    print(" ".join(f"{name}={value}" for name, value in build().items()))

@@ -29,15 +29,16 @@ class Gpus:
         return min(devices, self.real or devices)
 
     def start(
-        self, config: str, script: str | Path, *argv: object, devices: int = 1, flags=(), env=None
+        self, config: str, argv: list, *, devices: int = 1, env: Mapping[str, str] | None = None
     ) -> Started:
-        """Starts `script` with `accelerate launch` on a machine with so many GPUs, a process on each."""
+        """Starts a script with `accelerate launch` on a machine with so many GPUs, a process on each."""
+        flags = []
         if self.real:  # a file counts those that are pretended
-            flags = [*flags, "--num_processes", devices]
-        if not self.real:
-            script, argv = ROOT / "tests/pretended_gpu/run.py", (script, *argv)
-        env = self.environment | self._variables(devices, 16) | (env or {})
-        return self.launch.start(config, script, *argv, flags=flags, env=env)
+            flags = ["--num_processes", devices]
+        else:
+            argv = [ROOT / "tests/pretended_gpu/run.py"] + argv
+        env = self.environment | self._get_variables(devices, 16) | (env or {})
+        return self.launch.start(config, argv, flags=flags, env=env)
 
     def run_main(
         self,
@@ -50,21 +51,16 @@ class Gpus:
         timeout: float = 300,
     ) -> CompletedProcess[str]:
         """Runs `main` to its end in forks, one per GPU of `gib` GiB ("16,0.35": the first; all others)."""
-        variables = (
-            self._variables(devices, gib)
-            | {"ACCELERATE_MIXED_PRECISION": precision or "no"}
-            | dict(env or {})
-        )
+        variables = self._get_variables(devices, gib)
+        variables |= {"ACCELERATE_MIXED_PRECISION": precision or "no"} | dict(env or {})
         variables |= {"CUDA_VISIBLE_DEVICES": None, "ACCELERATE_USE_CPU": None}
-        done = self.forks().run_main(
-            devices, functools.partial(run_in_fork, main), variables, timeout=timeout
-        )
-        assert "no kernel" not in done.stderr and "in the pretended runtime" not in done.stderr, (
-            done.stderr
-        )
+        run = functools.partial(run_in_fork, main)
+        done = self.forks().run_main(devices, run, variables, timeout=timeout)
+        assert "no kernel" not in done.stderr, done.stderr
+        assert "in the pretended runtime" not in done.stderr, done.stderr
         return done
 
-    def _variables(self, devices: int, gib: object) -> dict[str, str]:
+    def _get_variables(self, devices: int, gib: object) -> dict[str, str]:
         if self.at_most(devices) < devices:
             pytest.skip(f"needs {devices} GPUs")
         if not self.real:
@@ -72,18 +68,19 @@ class Gpus:
         # Of a real GPU, only a part may be taken.
         min_gib = float(str(gib).split(",")[-1])
         share = min(1.0, min_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
-        return (
-            {"PYTORCH_ALLOC_CONF": f"per_process_memory_fraction:{share}"} if min_gib < 16 else {}
-        )
+        if min_gib >= 16:
+            return {}
+        return {"PYTORCH_ALLOC_CONF": f"per_process_memory_fraction:{share}"}
 
 
 @pytest.fixture(scope="session")
 def gpus(launch: Launcher, tmp_path_factory) -> Gpus:
-    """`gpus.start("multi_gpu", "recipes/cls.py", *words, devices=2)` launches a recipe."""
+    """`gpus.start("multi_gpu", ["recipes/cls.py", "--lr", 1], devices=2)` launches a recipe."""
     scratch = tmp_path_factory.mktemp("gpus")
     if torch.cuda.is_available():
         return Gpus(launch, torch.cuda.device_count(), {"PYTHONPATH": str(ROOT)}, scratch)
-    if reason := why_not():
+    reason = why_not()
+    if reason:
         pytest.skip(reason)
     return Gpus(launch, 0, build(), scratch)
 

@@ -39,7 +39,7 @@ def runs(run_on_gpus, tmp_path_factory) -> dict[str, Outcome]:
         "refused": [pooled, "--deterministic"],
         "free": [pooled],
     }
-    return run_on_gpus(1, {name: [*flags, *WORDS] for name, flags in cases.items()})
+    return run_on_gpus(1, {name: flags + WORDS for name, flags in cases.items()})
 
 
 @pytest.mark.parametrize(

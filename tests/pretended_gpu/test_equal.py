@@ -74,110 +74,108 @@ each = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name i
 
 
 @pytest.fixture(scope="module")
-def words(scenes, tmp_path_factory):
-    """words(name, flags, place) -> the command line of a case; its run folder is in the folder of
-    that place.
+def build_argv(scenes, tmp_path_factory):
+    """`build_argv(name, flags, device)`: the command line of a case, whose run folder is in the
+    folder `device`.
     """
     runs = tmp_path_factory.mktemp("runs")
     head = copied.copy(runs / "head.py", HEAD_IN_PARTS)
 
-    def of(name: str, flags: str, place: str) -> list[object]:
-        task, more = ("det", ["--data", scenes]) if "--detector" in flags else ("cls", [])
-        if task == "det":
-            more += ("--levels", "3-7") if name in TRANSFORMERS_FAMILIES else ("--long_side", 96)
+    def build_argv(name: str, flags: str, device: str) -> list:
+        argv = flags.split()
+        task = "cls"
+        if "--detector" in flags:
+            task = "det"
+            argv += ["--data", scenes]
+            argv += ["--levels", "3-7"] if name in TRANSFORMERS_FAMILIES else ["--long_side", 96]
         recipe = head if name == "head" else f"recipes/{task}.py"
-        return [recipe, *small([*flags.split(), *more], task), "--output_dir", runs / place]
+        return [recipe] + small(argv, task) + ["--output_dir", runs / device]
 
-    return of
+    return build_argv
 
 
 @pytest.fixture(scope="module")
-def runs(run_several, gpus, run_on_gpus, words, thorough) -> dict[str, dict[str, Outcome]]:
+def runs(run_several, gpus, run_on_gpus, build_argv, thorough) -> dict[str, dict[str, Outcome]]:
     """Runs each case on two GPUs and on the CPU.
 
     The first case is also resumed from its middle, on the GPUs and on the CPU from the GPUs'
     checkpoint. A machine with one real GPU runs on that one what others run on two.
     """
-    many = gpus.at_most(2)
-    cases = {
-        name: f"{flags} --dtype float64"
-        for name, flags in FLOAT64.items()
-        if thorough or name not in LONG
-    }
-    compiled = {"compiled": f"{cases['group']} --compile"} if thorough and IS_REAL else {}
+    flags = {}
+    for name, case_flags in FLOAT64.items():
+        if thorough or name not in LONG:
+            flags[name] = f"{case_flags} --dtype float64"
+    output = build_argv("global", flags["global"], "gpus")[-1]
+    half = output / "global" / "checkpoints" / f"step_{HALF:08d}"
+    flags["from gpus"] = f"{flags['global']} --resume {half}"
+    on_cpu = {name: build_argv(name, flags[name], "cpu") for name in flags}
+    if thorough and IS_REAL:
+        flags["compiled"] = f"{flags['group']} --compile"
+    on_gpus = {name: build_argv(name, flags[name], "gpus") for name in flags}
 
-    def all_of(place: str, more: dict[str, str]) -> dict[str, list[object]]:
-        return {name: words(name, flags, place) for name, flags in (cases | more).items()}
-
-    half = (
-        words("global", cases["global"], "gpus")[-1] / "global" / "checkpoints" / f"step_{HALF:08d}"
-    )
-    resumed = {"from gpus": f"{cases['global']} --resume {half}"}
     options = {"as_typed": True, "timeout": 1800 if thorough else 300}
-    results = {"gpus": run_on_gpus(many, all_of("gpus", resumed | compiled), **options)}
-    results["cpu"] = run_several(1, all_of("cpu", resumed), **options)
+    results = {"gpus": run_on_gpus(gpus.at_most(2), on_gpus, **options)}
+    results["cpu"] = run_several(1, on_cpu, **options)
     for outcomes in results.values():
-        assert not {
-            name: outcome.text for name, outcome in outcomes.items() if outcome.outcome != "ok"
-        }
+        for name, outcome in outcomes.items():
+            assert outcome.outcome == "ok", (name, outcome.text)
     return results
 
 
-def apart(left: Tensors, right: Tensors) -> float:
+def compute_distance(left: Tensors, right: Tensors) -> float:
     """Distance of two states, relative to their norm."""
     assert left and left.keys() == right.keys()
-    size, difference = (
-        sum(part.double().square().sum() for part in parts)
-        for parts in (
-            left.values(),
-            (tensor.double() - right[name].double() for name, tensor in left.items()),
-        )
-    )
+    size = 0
+    difference = 0
+    for name, tensor in left.items():
+        size += tensor.double().square().sum()
+        difference += (tensor.double() - right[name].double()).square().sum()
     return (difference / size).sqrt().item()
 
 
 def assert_equal(actual: Outcome, expected: Outcome, from_step: int = 0) -> None:
-    """Losses, gradient norms, results and states agree exactly; after `from_step`, if `other` was
+    """Losses, gradient norms, results and states agree exactly; after `from_step`, if a run was
     resumed there.
     """
-    rows = [[row for row in run.rows if row["step"] > from_step] for run in (actual, expected)]
-    compared = {
-        key
-        for row in rows[0]
-        for key in row
-        if key.startswith(("train/loss", "train/grad_norm", "eval/"))
-    }
+    actual_rows = [row for row in actual.rows if row["step"] > from_step]
+    expected_rows = [row for row in expected.rows if row["step"] > from_step]
+    keys = set()
+    for row in actual_rows:
+        keys |= row.keys()
+    compared = {key for key in keys if key.startswith(("train/loss", "train/grad_norm", "eval/"))}
     assert {"train/loss", "train/grad_norm", "eval/count"} <= compared
     for key in compared:
         # None: NaN.
-        values = [np.array([row[key] for row in of_run if key in row], float) for of_run in rows]
-        np.testing.assert_allclose(values[1], values[0], rtol=EXACT, atol=1e-14, err_msg=key)
-    for file in {path.stem for path in actual.checkpoint.glob("*.safetensors")} - {"optimizer"}:
-        assert apart(actual.tensors(file), expected.tensors(file)) < EXACT, file
-    best = [load_file(run.folder / "best" / "model.safetensors") for run in (actual, expected)]
-    assert apart(*best) < (EXACT if next(iter(best[0].values())).dtype == torch.float64 else 1e-6)
+        values = np.array([row[key] for row in actual_rows if key in row], float)
+        reference = np.array([row[key] for row in expected_rows if key in row], float)
+        np.testing.assert_allclose(reference, values, rtol=EXACT, atol=1e-14, err_msg=key)
+    files = {path.stem for path in actual.checkpoint.glob("*.safetensors")}
+    for file in files - {"optimizer"}:
+        assert compute_distance(actual.tensors(file), expected.tensors(file)) < EXACT, file
+    best = load_file(actual.folder / "best" / "model.safetensors")
+    expected_best = load_file(expected.folder / "best" / "model.safetensors")
+    is_double = next(iter(best.values())).dtype == torch.float64
+    assert compute_distance(best, expected_best) < (EXACT if is_double else 1e-6)
 
 
 @pytest.mark.parametrize("name", each)
 def test_two_gpus_train_and_evaluate_what_the_cpu_does(name: str, runs, record_property) -> None:
-    record_property(
-        "weights apart", apart(*(runs[place][name].tensors() for place in ("cpu", "gpus")))
-    )
-    assert_equal(runs["cpu"][name], runs["gpus"][name])
+    on_cpu = runs["cpu"][name]
+    on_gpus = runs["gpus"][name]
+    record_property("weights apart", compute_distance(on_cpu.tensors(), on_gpus.tensors()))
+    assert_equal(on_cpu, on_gpus)
 
 
 @pytest.mark.long
 def test_a_device_without_streams_trains_what_the_cpu_does(
-    runs, run_on_gpus, words, tmp_path
+    runs, run_on_gpus, build_argv, tmp_path
 ) -> None:
     """Copies and reports then wait for the device."""
-    _, *rest = words("streamless", f"{FLOAT64['vit']} --dtype float64", "streamless")
-    command = [copied.copy(tmp_path / "streamless.py", STREAMLESS), *rest]
-    [run] = run_on_gpus(1, {"streamless": command}, as_typed=True).values()
-    assert (
-        "perf/gpu_memory_gb" not in run.rows[0]
-        and "perf/gpu_memory_gb" in runs["gpus"]["vit"].rows[0]
-    )
+    argv = build_argv("streamless", f"{FLOAT64['vit']} --dtype float64", "streamless")
+    argv[0] = copied.copy(tmp_path / "streamless.py", STREAMLESS)
+    [run] = run_on_gpus(1, {"streamless": argv}, as_typed=True).values()
+    assert "perf/gpu_memory_gb" not in run.rows[0]
+    assert "perf/gpu_memory_gb" in runs["gpus"]["vit"].rows[0]
     assert_equal(runs["cpu"]["vit"], run)
 
 
@@ -192,9 +190,8 @@ def test_a_run_resumes_bit_equal_and_equal_elsewhere(runs) -> None:
     """A checkpoint of two GPUs, resumed on them and on the CPU."""
     whole = runs["gpus"]["global"]
     resumed = runs["gpus"]["from gpus"]
-    assert [row["train/loss"] for row in whole.rows if "train/loss" in row][HALF:] == list(
-        resumed.column("train/loss")
-    )
+    losses = whole.column("train/loss").tolist()
+    assert losses[HALF:] == resumed.column("train/loss").tolist()
     for file in ("model", "ema", "optimizer"):
         assert identical(whole.tensors(file), resumed.tensors(file)), file
     assert_equal(runs["cpu"]["global"], runs["cpu"]["from gpus"], HALF)
@@ -206,27 +203,17 @@ def test_a_detector_that_has_learnt_finds_the_same_on_gpus(
 ) -> None:
     """A trained detector, since after the few steps of the other tests all evaluation results are still 0."""
     preset = ["--config", "recipes/presets/det_digits.yaml", "--output_dir", tmp_path]
-    evaluated = [
-        *preset,
-        "--data",
-        scenes,
-        "--dtype",
-        "float64",
-        "--eval_only",
-        tmp_path / "learnt" / "best",
-    ]
-    cases = {"learnt": [*preset, "--max_steps", 150], "cpu": evaluated}
+    evaluated = preset + ["--data", scenes, "--dtype", "float64"]
+    evaluated += ["--eval_only", tmp_path / "learnt" / "best"]
+    cases = {"learnt": preset + ["--max_steps", 150], "cpu": evaluated}
     options = {"recipe": "recipes/det.py", "timeout": 1200}
     outcomes = [
         run_several(1, cases, **options)["cpu"],
         run_on_gpus(gpus.at_most(2), {"gpus": evaluated}, **options)["gpus"],
     ]
     cpu, gpu = (json.loads(outcome.stdout.splitlines()[-1]) for outcome in outcomes)
-    assert (
-        cpu["count"] == 7
-        and 0.2 < cpu["AP50"] < 1
-        and cpu == (pytest.approx(gpu) if IS_REAL else gpu)
-    )
+    assert cpu["count"] == 7 and 0.2 < cpu["AP50"] < 1
+    assert cpu == (pytest.approx(gpu) if IS_REAL else gpu)
 
 
 # ---- Half precision
@@ -248,15 +235,13 @@ if IS_REAL:
 
 
 @pytest.fixture(scope="module")
-def exact(run_several, words, thorough) -> dict[str, Outcome]:
+def exact(run_several, build_argv, thorough) -> dict[str, Outcome]:
     """The same runs in float64 on the CPU."""
-    flags = {
-        name: f"{flags} --dtype float64".replace("wandb", "none") for name, flags in ROUNDED.items()
-    }
-    names = list(ROUNDED) if thorough else ["resnet"]
-    return run_several(
-        1, {name: words(name, flags[name], "exact") for name in names}, as_typed=True
-    )
+    cases = {}
+    for name in ROUNDED if thorough else ["resnet"]:
+        flags = f"{ROUNDED[name]} --dtype float64".replace("wandb", "none")
+        cases[name] = build_argv(name, flags, "exact")
+    return run_several(1, cases, as_typed=True)
 
 
 @pytest.fixture(
@@ -265,13 +250,13 @@ def exact(run_several, words, thorough) -> dict[str, Outcome]:
         pytest.param(each, marks=[pytest.mark.long] * (n > 0)) for n, each in enumerate(PRECISIONS)
     ],
 )
-def rounded(request, run_on_gpus, words, exact) -> tuple[str, dict[str, Outcome]]:
+def rounded(request, run_on_gpus, build_argv, exact) -> tuple[str, dict[str, Outcome]]:
     """A precision, and the runs in it."""
     devices, precision = request.param
-    place = f"{devices}{precision}"
-    cases = {name: words(name, ROUNDED[name], place) for name in exact}
+    folder = f"{devices}{precision}"
+    cases = {name: build_argv(name, ROUNDED[name], folder) for name in exact}
     half = cases["resnet"][-1] / "resnet" / "checkpoints" / f"step_{HALF:08d}"
-    cases["resumed"] = words("resumed", f"{ROUNDED['resnet']} --resume {half}", place)
+    cases["resumed"] = build_argv("resumed", f"{ROUNDED['resnet']} --resume {half}", folder)
     return precision, run_on_gpus(devices, cases, precision=precision, as_typed=True, pictures=True)
 
 
@@ -283,20 +268,19 @@ def test_losses_stay_as_close_to_float64_as_precision_allows(name: str, rounded,
     run = rounded[1][name]
     assert run.outcome == "ok" and "could not be drawn" not in run.stdout, run.stdout
     assert {"eval/count", "eval/AP" if name == "fcos" else "eval/loss"} <= run.rows[-1].keys()
-    first, later = TOLERANCE[precision]
+    rtol_first, rtol = TOLERANCE[precision]
     losses = run.column("train/loss")
     expected = exact[name].column("train/loss")
-    np.testing.assert_allclose(losses[0], expected[0], rtol=first)
-    np.testing.assert_allclose(losses, expected, rtol=later)
+    np.testing.assert_allclose(losses[0], expected[0], rtol=rtol_first)
+    np.testing.assert_allclose(losses, expected, rtol=rtol)
     assert list((run.folder / "pictures").glob("confusion*")) and (run.folder / "best").is_dir()
 
 
 def test_a_run_in_any_precision_resumes_bit_equal(rounded) -> None:
     _, runs = rounded
     assert list((runs["resnet"].folder / "wandb").glob("offline-run-*"))
-    assert list(runs["resumed"].column("train/loss")) == list(
-        runs["resnet"].column("train/loss")[HALF:]
-    )
+    losses = runs["resnet"].column("train/loss").tolist()
+    assert runs["resumed"].column("train/loss").tolist() == losses[HALF:]
     assert identical(runs["resumed"].tensors(), runs["resnet"].tensors())
 
 

@@ -58,28 +58,22 @@ OVERFLOW_OF_A_SHARD = """\
 """
 
 
-def command(case: str, folder: Path, overflow: str = OVERFLOW) -> list[object]:
+def build_argv(case: str, folder: Path, overflow: str = OVERFLOW) -> list:
     """The command line of a case, of a copy of its recipe in which gradients overflow."""
-    name, *flags = f"{case} --output_dir RUNS {LENGTH}".replace(
-        "RUNS", str(folder / "runs")
-    ).split()
+    name, _, text = f"{case} --output_dir RUNS {LENGTH}".partition(" ")
+    flags = text.replace("RUNS", str(folder / "runs")).split()
     recipe = "det" if name == "det" else "cls"
     changes = [CHANGE.replace(HEAD, SMALL_HEAD)] if name == "head" else []
     file = copy(folder / f"{name}_{len(overflow)}.py", *changes, overflow, recipe=recipe)
-    return [
-        file,
-        *flags,
-        "--data",
-        folder / recipe,
-        "--global_batch_size",
-        2 if recipe == "det" else 8,
-    ]
+    batch = 2 if recipe == "det" else 8
+    return [file] + flags + ["--data", folder / recipe, "--global_batch_size", batch]
 
 
 @pytest.fixture(scope="module")
 def runs(gpus, run_on_gpus, folder: Path) -> dict[str, Outcome]:
     """One launch on two GPUs, if there are, in which only the last one's gradients overflow."""
-    cases = {name: command(case, folder) for name, case in (CASES | {"unsharded": SHARDED}).items()}
+    texts = CASES | {"unsharded": SHARDED}
+    cases = {name: build_argv(case, folder) for name, case in texts.items()}
     return run_on_gpus(gpus.at_most(2), cases, precision="fp16")
 
 
@@ -96,14 +90,11 @@ def test_an_overflow_on_one_gpu_skips_the_step_on_all(runs, name):
         "gradients are clipped and logged without the loss scale, which here is 32,768"
     )
     assert run.column("train/skipped_steps").tolist() == np.cumsum(skipped).tolist()
-    assert run.column("train/loss_scale").tolist() == [
-        2.0 ** (16 - often) for often in np.cumsum(skipped)
-    ]
-    assert not any(
-        tensor.isnan().any()
-        for file in ("model", "optimizer")
-        for tensor in run.tensors(file).values()
-    )
+    scales = [2.0 ** (16 - count) for count in np.cumsum(skipped)]
+    assert run.column("train/loss_scale").tolist() == scales
+    for file in ("model", "optimizer"):
+        for name, tensor in run.tensors(file).items():
+            assert not tensor.isnan().any(), name
 
 
 def test_fused_sgd_trains_what_unfused_sgd_trains(runs):
@@ -128,16 +119,10 @@ def test_a_resume_after_an_overflow_is_bit_equal(runs):
         for run in (whole, resumed)
     ]
     assert numbers[0] == numbers[1] and numbers[0]["scaler"]["_growth_tracker"] == 1
-    for key in (
-        "train/loss",
-        "train/grad_norm",
-        "train/loss_scale",
-        "train/skipped_steps",
-        "eval/loss",
-    ):
-        assert (
-            whole.column(key).tolist()[-len(resumed.column(key)) :] == resumed.column(key).tolist()
-        )
+    keys = ("train/loss", "train/grad_norm", "train/loss_scale", "train/skipped_steps", "eval/loss")
+    for key in keys:
+        values = resumed.column(key).tolist()
+        assert whole.column(key).tolist()[-len(values) :] == values
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(runs):
@@ -152,7 +137,7 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all(runs, run_on_gpus, folde
     """One number of one rank's shard: the same steps are skipped, at the same scale, as by DDP, and
     the rest is equal.
     """
-    case = command(SHARDED, folder, OVERFLOW_OF_A_SHARD)
+    case = build_argv(SHARDED, folder, OVERFLOW_OF_A_SHARD)
     whole = runs["unsharded"]
     cut = run_on_gpus(2, {"sharded": case}, precision="fp16", env=FSDP)["sharded"]
     assert cut.outcome == "ok" and "in 2 shards" in cut.stdout, cut.text

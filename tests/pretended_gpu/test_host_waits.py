@@ -261,7 +261,7 @@ def steps(count, thorough):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in [*CLS, *DET]],
+    [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in CLS | DET],
 )
 def test_a_step_waits_only_for_what_a_detector_has_to_know(steps, name):
     check(steps[name], DET[name][2] if name in DET else {})

@@ -10,7 +10,7 @@ from tests.harness.drawings import draw_stripes
 from tests.harness.outcomes import Outcome
 
 IS_REAL = torch.cuda.is_available()
-WORDS = ("--tracker", "none", "--log_every", 1, "--eval_every", 100)
+WORDS = "--tracker none --log_every 1 --eval_every 100".split()
 SEGMENTS = """
 from common.launching.launch import use_expandable_segments
 environ = {}
@@ -34,33 +34,15 @@ def runs(run_on_gpus, tmp_path_factory) -> dict[str, Outcome]:
     """Runs on two GPUs, of which the second has little memory."""
     data = tmp_path_factory.mktemp("data")
     draw_stripes(data, (80, 30))
-    argv = [
-        "--data",
-        data,
-        "--image_size",
-        64,
-        "--max_micro_batch_size",
-        64,
-        *WORDS,
-        "--max_steps",
-        2,
-    ]
+    argv = WORDS + ["--data", data, "--image_size", 64, "--max_micro_batch_size", 64]
+    argv += ["--max_steps", 2]
     cases = {
-        "global": [*argv, "--batch_norm", "global", "--image_size", 128],
-        "local": [*argv, "--ema_decay", 0.9, "--mixup", 0.2, "--random_erasing", 0.5],
+        "global": argv + ["--batch_norm", "global", "--image_size", 128],
+        "local": argv + ["--ema_decay", 0.9, "--mixup", 0.2, "--random_erasing", 0.5],
         # A frozen backbone keeps no activations, so that mixing and erasing take most of the
         # memory.
-        "frozen": [
-            *argv,
-            "--freeze_stages",
-            "all",
-            "--mixup",
-            0.2,
-            "--cutmix",
-            0.2,
-            "--random_erasing",
-            0.5,
-        ],
+        "frozen": argv
+        + "--freeze_stages all --mixup 0.2 --cutmix 0.2 --random_erasing 0.5".split(),
     }
     return run_on_gpus(2, cases, precision="fp16", gib="16,0.06")
 
@@ -91,8 +73,8 @@ def test_a_micro_batch_that_can_not_shrink_is_refused_on_both(runs) -> None:
 @pytest.mark.gpu
 @pytest.mark.long
 def test_a_detector_takes_the_memory_that_was_foreseen(run_on_gpus, scenes):
-    argv = ["--data", scenes, "--global_batch_size", 8, "--max_micro_batch_size", 4, *WORDS]
-    cases = {"det": [*argv, "--ema_decay", 0.9, "--max_steps", 2, "--clip", 1]}
+    argv = ["--data", scenes, "--global_batch_size", 8, "--max_micro_batch_size", 4] + WORDS
+    cases = {"det": argv + ["--ema_decay", 0.9, "--max_steps", 2, "--clip", 1]}
     assert_predicted(run_on_gpus(1, cases, recipe="recipes/det.py")["det"])
 
 
@@ -105,5 +87,5 @@ def test_memory_grows_in_segments_where_driver_and_nvml_can(gpus, tmp_path):
         ({}, "{}"),
         ({"LD_LIBRARY_PATH": str(tmp_path)}, "{'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}"),
     ):
-        done = gpus.launch.start_python("-c", SEGMENTS, env=gpus.environment | more).finish()
+        done = gpus.launch.start_python(["-c", SEGMENTS], env=gpus.environment | more).finish()
         assert done.stdout == f"{message}\n", done

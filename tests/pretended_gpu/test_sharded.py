@@ -13,29 +13,16 @@ from tests.pretended_gpu.test_memory import assert_predicted
 from tests.recipes.test_layout import FSDP
 
 WORDS = (
-    *(
-        "--image_size",
-        32,
-        "--hflip",
-        0,
-        "--max_steps",
-        2,
-        "--eval_every",
-        2,
-        "--log_every",
-        1,
-        "--ema_decay",
-        0.9,
-    ),
-    *("--tracker", "none", "--workers", 0, "--schedule", "constant"),
-)
+    "--image_size 32 --hflip 0 --max_steps 2 --eval_every 2 --log_every 1 --ema_decay 0.9 "
+    "--tracker none --workers 0 --schedule constant"
+).split()
 ELSE = 20  # MiB of the small ViT: cuBLAS's and cuDNN's workspaces (16), activations
 STATES = 20  # bytes per parameter: weights, gradients, AdamW's moments, moving average
 
 
 def train(run_on_gpus, devices: int, gib: float, model: str, folder: Path) -> Outcome:
     """The run of a model, with two images per device and step."""
-    case = ["--data", folder / "cls", "--model", model, "--global_batch_size", 2 * devices, *WORDS]
+    case = ["--data", folder / "cls", "--model", model, "--global_batch_size", 2 * devices] + WORDS
     env = FSDP if devices > 1 else None
     options = {"precision": "bf16", "gib": gib, "env": env, "as_typed": True, "timeout": 900}
     return run_on_gpus(devices, {f"on_{devices}": case}, **options)[f"on_{devices}"]

@@ -43,40 +43,24 @@ HANGING = """\
 def test_the_process_that_hangs_is_named(gpus, tmp_path, how):
     """The others wait for their devices, over NCCL. No group would give up before."""
     script = copy(tmp_path / "cls_hanging.py", HANGING)
-    argv = (
-        "--tracker",
-        "none",
-        "--workers",
-        1,
-        "--batch_norm",
-        "node",
-        "--log_every",
-        1,
-        "--max_steps",
-        50,
-    )
-    argv = (*argv, "--collective_timeout", PATIENCE, "--output_dir", tmp_path, "--name", "run")
+    argv = "--tracker none --workers 1 --batch_norm node --log_every 1 --max_steps 50".split()
+    argv += ["--collective_timeout", PATIENCE, "--output_dir", tmp_path, "--name", "run"]
     env = {"STOP": "1"} if how == "stopped" else {}
-    done = gpus.start("multi_gpu", script, *argv, devices=2, env=env).finish()
+    done = gpus.start("multi_gpu", [script] + argv, devices=2, env=env).finish()
     assert done.returncode == 1
     [groups] = re.findall("^GROUPS (.*)", done.stdout, re.MULTILINE)
-    of_groups = json.loads(groups)
-    assert sorted(kind for kind, _ in of_groups) == ["gloo", "nccl", "nccl"]
-    min_seconds = min(seconds for _, seconds in of_groups)
-    assert (
-        min_seconds
-        == float(re.search("^MONITOR (.*)", done.stdout, re.MULTILINE)[1])
-        >= 2 * PATIENCE + 60
-    )
+    timeouts = json.loads(groups)
+    assert sorted(kind for kind, _ in timeouts) == ["gloo", "nccl", "nccl"]
+    min_seconds = min(seconds for _, seconds in timeouts)
+    monitor_seconds = float(re.search("^MONITOR (.*)", done.stdout, re.MULTILINE)[1])
+    assert min_seconds == monitor_seconds >= 2 * PATIENCE + 60
     named = re.findall(
         r"^(?!vm).*: (?:rank (\d) \(process \d+ on \S+\)) ", done.stderr, re.MULTILINE
     )
     assert named == ["1"], done.stderr
     if how == "stuck":
-        assert (
-            "keeps the others waiting: step 5, training\nrank 1 is at\n" in done.stderr
-            and ", in hang\n" in done.stderr
-        )
+        assert "keeps the others waiting: step 5, training\nrank 1 is at\n" in done.stderr
+        assert ", in hang\n" in done.stderr
     else:
         assert "gives no sign of life" in done.stderr
     assert "Traceback" not in done.stderr, done.stderr

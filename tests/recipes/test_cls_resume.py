@@ -50,33 +50,30 @@ def images(tmp_path_factory) -> Path:
 def whole(forks, images, tmp_path_factory) -> Path:
     """The folder of the undisturbed run."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert (
-        forks("--data", images, "--output_dir", folder, "--name", "whole", *SMALL, *EVERYTHING).code
-        == 0
-    )
+    argv = ["--data", images, "--output_dir", folder, "--name", "whole"] + SMALL + EVERYTHING
+    assert forks(argv).code == 0
     return folder / "whole"
 
 
 @pytest.fixture
 def train(forks, images, tmp_path):
-    """`train("name", *flags)` runs the recipe in the run folder tmp_path/name, with a row per step."""
+    """`train("name", flags)` runs the recipe in the run folder tmp_path/name, with a row per step."""
 
-    def run(name: str, *args, **options) -> Ended:
-        return forks(
-            "--data", images, "--output_dir", tmp_path, "--name", name, *SMALL, *args, **options
-        )
+    def run(name: str, flags: list, **options) -> Ended:
+        argv = ["--data", images, "--output_dir", tmp_path, "--name", name] + SMALL
+        return forks(argv + flags, **options)
 
     return run
 
 
-def checkpoints(folder: Path) -> list[str]:
+def list_checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     """Every file below `folder` with its bytes, but those that each start writes."""
-    but = ("log.txt", ".lock", "status.json", "report.html")
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in but)
+    ignored = ("log.txt", ".lock", "status.json", "report.html")
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in ignored]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -90,12 +87,12 @@ EACH = pytest.param(range(1, STEPS + 1), marks=pytest.mark.long, id="each")
 def test_run_killed_at_every_kind_of_step_is_bit_equal(train, whole, tmp_path, steps):
     folder = tmp_path / "killed"
     for step in steps:
-        died = train("killed", *EVERYTHING, observer=signal_at(step, once_written=False))
+        died = train("killed", EVERYTHING, observer=signal_at(step, once_written=False))
         assert died.code == -signal.SIGKILL, died.stderr
         with (folder / "metrics.jsonl").open("a") as rows:
             rows.write('{"step": 13, "train/lo')  # as a machine that dies tears it
     assert read(folder / "status.json")["status"] == "running"  # with no process at work: killed
-    assert train("killed", *EVERYTHING).code == 0
+    assert train("killed", EVERYTHING).code == 0
     assert_same_run(folder, whole)
     assert read(folder / "summary.json")["best"] == read(whole / "summary.json")["best"]
 
@@ -107,34 +104,27 @@ def test_run_killed_before_each_file_operation_is_bit_equal(train, tmp_path, eac
     Also when it mends what a kill left. In the long test each file's name makes a kind, four times.
     """
     flags = (
-        "--max_steps",
-        24,
-        "--checkpoint_every",
-        1,
-        "--keep_checkpoints",
-        1,
-        "--eval_every",
-        1,
-        "--ema_decay",
-        0.9,
-    )
-    flags += ("--opt", "lion", "--layer_decay", 0.9)
-    assert train("whole", *flags).code == 0
-    first, *_, last = Outcome(folder=tmp_path / "whole").rows
-    assert first["eval/ema_loss"] == first["eval/loss"], (
+        "--max_steps 24 --checkpoint_every 1 --keep_checkpoints 1 --eval_every 1 --ema_decay 0.9 "
+        "--opt lion --layer_decay 0.9"
+    ).split()
+    assert train("whole", flags).code == 0
+    rows = Outcome(folder=tmp_path / "whole").rows
+    assert rows[0]["eval/ema_loss"] == rows[0]["eval/loss"], (
         "the moving average begins with the weights of the first step"
     )
-    assert last["eval/ema_loss"] != last["eval/loss"]
+    assert rows[-1]["eval/ema_loss"] != rows[-1]["eval/loss"]
     died_before = _Spared(set(), each)
-    had = set()
-    while (died := train("killed", *flags, watch=tmp_path / "killed", spared=died_before)).code:
-        assert died.code == -signal.SIGKILL, died.stderr
-        died_before.add(died_before.kind(died.died_before))
-        have = {kind for kind, whole in _whole(tmp_path / "killed").items() if whole}
-        assert had <= have, (
-            f"{had - have} was there, and is not whole after dying before {died.died_before}"
+    previous = set()
+    ended = train("killed", flags, watch=tmp_path / "killed", spared=died_before)
+    while ended.code:
+        assert ended.code == -signal.SIGKILL, ended.stderr
+        died_before.add(died_before.normalize(ended.died_before))
+        complete = _list_complete(tmp_path / "killed")
+        assert previous <= complete, (
+            f"{previous - complete} is not whole any more after dying before {ended.died_before}"
         )
-        had = have
+        previous = complete
+        ended = train("killed", flags, watch=tmp_path / "killed", spared=died_before)
     assert_same_run(tmp_path / "killed", tmp_path / "whole", steps=24)
     drafts = [path.name for path in (tmp_path / "killed").rglob(".*") if path.name != ".lock"]
     assert not drafts, "left behind"
@@ -149,14 +139,17 @@ def test_run_killed_before_each_file_operation_is_bit_equal(train, tmp_path, eac
     } < {FILE.sub("FILE", operation).rsplit(" ", 1)[0] for operation in died_before}
 
 
-def _whole(folder: Path) -> dict[str, bool]:
-    """True for a complete checkpoint and a complete best model, which may be aside for a moment."""
+def _list_complete(folder: Path) -> set[str]:
+    """What is complete of "checkpoint" and "best", the best model, which may be aside for a moment."""
     checkpoints = []
     for path in folder.glob("checkpoints/step_*"):
         with contextlib.suppress(Damaged):
             checkpoints.append(verify(path).path)
-    best = checkpoints and has_best(folder, verify(max(checkpoints)).record)
-    return {"checkpoint": bool(checkpoints), "best": bool(best)}
+    if not checkpoints:
+        return set()
+    if has_best(folder, verify(max(checkpoints)).record):
+        return {"checkpoint", "best"}
+    return {"checkpoint"}
 
 
 class _Spared(set):
@@ -169,13 +162,15 @@ class _Spared(set):
         super().__init__(kinds)
         self.each = each
 
-    def kind(self, operation: str) -> str:
+    def normalize(self, operation: str) -> str:
         return operation if self.each else FILE.sub("FILE", operation)
 
     def __contains__(self, operation: str) -> bool:
         changes_nothing = operation.startswith(("read ", "os.fsync ", "shutil.rmtree "))
-        often = int(operation.rsplit(" ", 1)[1]) > (4 if self.each else 1)
-        return changes_nothing or often or super().__contains__(self.kind(operation))
+        count = int(operation.rsplit(" ", 1)[1])
+        if changes_nothing or count > (4 if self.each else 1):
+            return True
+        return super().__contains__(self.normalize(operation))
 
     def __reduce__(self):
         return _Spared, (set(self), self.each)
@@ -183,18 +178,19 @@ class _Spared(set):
 
 def test_ctrl_c_saves_within_two_steps_and_twice_ends_at_once(train, whole, tmp_path):
     folder = tmp_path / "stopped"
-    stopped = train(
-        "stopped", *EVERYTHING, observer=signal_at(6, signal.SIGINT, once_written=False)
-    )
+    interrupt = signal_at(6, signal.SIGINT, once_written=False)
+    stopped = train("stopped", EVERYTHING, observer=interrupt)
     assert stopped.code == 75 and "stopped by Ctrl-C" in stopped.stdout
     status = read(folder / "status.json")
     assert (status["status"], status["cause"]) == ("resumable", "Ctrl-C")
-    assert 6 <= status["step"] <= 8 and max(checkpoints(folder)) == f"step_{status['step']:08d}"
+    assert (
+        6 <= status["step"] <= 8 and max(list_checkpoints(folder)) == f"step_{status['step']:08d}"
+    )
     twice = signal_at(status["step"] + 1, signal.SIGINT, times=2, once_written=False)
-    assert train("stopped", *EVERYTHING, observer=twice).code != 0
+    assert train("stopped", EVERYTHING, observer=twice).code != 0
     assert read(folder / "status.json")["step"] == status["step"] + 1
-    assert max(checkpoints(folder)) == f"step_{status['step']:08d}", "nothing was saved"
-    assert train("stopped", *EVERYTHING).code == 0
+    assert max(list_checkpoints(folder)) == f"step_{status['step']:08d}", "nothing was saved"
+    assert train("stopped", EVERYTHING).code == 0
     assert_same_run(folder, whole)
 
 
@@ -203,12 +199,12 @@ def test_ctrl_c_saves_within_two_steps_and_twice_ends_at_once(train, whole, tmp_
 
 def test_finished_run_started_again_says_so_and_changes_nothing(train, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
-    before = content(tmp_path / "run")
+    before = read_files(tmp_path / "run")
     changed = "--tracker wandb --checkpoint_every 2 --log_every 5 --keep_checkpoints 1".split()
-    restarted = train("run", *EVERYTHING, *changed)
+    restarted = train("run", EVERYTHING + changed)
     assert restarted.code == 0, restarted.stderr
     assert "finished" in restarted.stdout and "--max_steps" in restarted.stdout
-    assert content(tmp_path / "run") == before
+    assert read_files(tmp_path / "run") == before
     status = read(tmp_path / "run" / "status.json")
     assert (status["status"], status["step"]) == ("finished", STEPS)
 
@@ -219,33 +215,32 @@ def test_finished_run_started_again_says_so_and_changes_nothing(train, whole, tm
 def test_an_older_checkpoint_branches_off(train, whole, images, tmp_path):
     """In the same folder, a checkpoint that the run has left behind and changed data are refused."""
     shutil.copytree(whole, tmp_path / "run")
-    before = content(tmp_path / "run")
+    before = read_files(tmp_path / "run")
     longer = EVERYTHING + ["--max_steps", 18]
-    newest, older = (
-        tmp_path / "run/checkpoints" / name for name in ("step_00000012", "step_00000008")
-    )
-    moved, changed = (shutil.copytree(images, tmp_path / name) for name in ("moved", "changed"))
+    newest = tmp_path / "run/checkpoints/step_00000012"
+    older = tmp_path / "run/checkpoints/step_00000008"
+    moved = shutil.copytree(images, tmp_path / "moved")
+    changed = shutil.copytree(images, tmp_path / "changed")
     (changed / "train/stuff_0/0.png").unlink()
     for flag, value, message in (
         ("--resume", older, f"has continued to {newest.name}"),
         ("--data", changed, "belongs to another run: data "),
     ):
-        refused = train("run", *longer, flag, value)
+        refused = train("run", longer + [flag, value])
         assert refused.code == 2 and message in refused.stderr, refused.stderr
-    assert content(tmp_path / "run") == before, "a refused start has changed something"
+    assert read_files(tmp_path / "run") == before, "a refused start has changed something"
 
-    branch = train("branch", *EVERYTHING, "--resume", older)
-    assert branch.code == 0, branch.stderr
-    branch_record, run_record = (Outcome(folder=tmp_path / name) for name in ("branch", "run"))
-    assert [row["step"] for row in branch_record.rows] == [9, 10, 11, 12]
-    assert identical(branch_record.tensors(), run_record.tensors()) and identical(
-        branch_record.tensors("optimizer"), run_record.tensors("optimizer")
-    )
-    resumed = train(
-        "branch", "--resume", older, *longer
-    )  # the same command goes on, as after a kill
+    ended = train("branch", EVERYTHING + ["--resume", older])
+    assert ended.code == 0, ended.stderr
+    branch = Outcome(folder=tmp_path / "branch")
+    run = Outcome(folder=tmp_path / "run")
+    assert [row["step"] for row in branch.rows] == [9, 10, 11, 12]
+    assert identical(branch.tensors(), run.tensors())
+    assert identical(branch.tensors("optimizer"), run.tensors("optimizer"))
+    # The same command goes on, as after a kill.
+    resumed = train("branch", longer + ["--resume", older])
     assert resumed.code == 0 and "resuming from step 12 of 18" in resumed.stdout, resumed.stderr
-    assert train("run", "--resume", newest, *longer, "--data", moved).code == 0
+    assert train("run", longer + ["--resume", newest, "--data", moved]).code == 0
     assert read(tmp_path / "run" / "status.json")["step"] == 18
 
 
@@ -254,19 +249,19 @@ def test_same_command_resumes_elsewhere_but_not_by_another_seed(
 ):
     """Without a --name: with another layout and cadence, and data at another place, as a requeued job's."""
     command = ["--data", images, "--output_dir", tmp_path] + SMALL
-    assert forks(*command, observer=signal_at(6)).code == -signal.SIGKILL
+    assert forks(command, observer=signal_at(6)).code == -signal.SIGKILL
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("cls-")
     changed = "--max_micro_batch_size 8 --workers 2 --tracker tensorboard --epochs 1 --max_steps 10".split()
     changed += "--checkpoint_every 3 --eval_every 2 --log_every 2 --keep_checkpoints 3".split()
     scratch = shutil.copytree(images, tmp_path_factory.mktemp("scratch") / "images")
-    second = forks(*command, *changed, "--data", scratch)
+    second = forks(command + changed + ["--data", scratch])
     assert second.code == 0 and "resuming from step 4 of 10" in second.stdout, second.stderr
     assert (
         f"the data are the same, and lie at {scratch} now; the run began with {images}\n"
         in second.stdout
     )
-    assert checkpoints(folder) == ["step_00000006", "step_00000009", "step_00000010"]
+    assert list_checkpoints(folder) == ["step_00000006", "step_00000009", "step_00000010"]
     assert [row["step"] for row in Outcome(folder=folder).rows] == [1, 2, 3, 4, 6, 8, 10]
-    assert forks(*command, "--seed", 1).code == 0
+    assert forks(command + ["--seed", 1]).code == 0
     assert len(list(tmp_path.iterdir())) == 2

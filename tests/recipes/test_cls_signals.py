@@ -58,11 +58,12 @@ def test_interrupted_run_is_bit_equal_to_the_uninterrupted(
     The last start is a fork.
     """
     folder = tmp_path / "interrupted"
-    config, flags = ("cpu", ()) if processes == 1 else ("multi_cpu", ("--num_processes", processes))
-    command = (*WORDS, "--output_dir", tmp_path)
+    config = "cpu" if processes == 1 else "multi_cpu"
+    flags = [] if processes == 1 else ["--num_processes", processes]
+    command = WORDS + ["--output_dir", tmp_path]
     for number, (interruption, cause) in enumerate(INTERRUPTIONS[processes].items()):
-        args = (*command, "--name", folder.name, "--workers", number % 2 * 2)
-        started = launch.start(config, "recipes/cls.py", *args, flags=flags, process_group=0)
+        args = command + ["--name", folder.name, "--workers", number % 2 * 2]
+        started = launch.start(config, ["recipes/cls.py"] + args, flags=flags, process_group=0)
         code = Interrupted(started, folder).at_step(5 * number + 4).interrupt(interruption).gone()
         is_stopped = processes > 1 and "KILL" not in interruption
         assert code == 75 if is_stopped else code != 0, interruption
@@ -85,14 +86,13 @@ def test_interrupted_run_is_bit_equal_to_the_uninterrupted(
 def test_asking_one_rank_stops_all_within_two_steps(forks, tmp_path) -> None:
     observers = {1: signal_at(5, signal.SIGHUP, once_written=False)}
     ranks = forks.start_ranks(
-        2, *WORDS, "--output_dir", tmp_path, "--name", "asked", observers=observers
+        2, WORDS + ["--output_dir", tmp_path, "--name", "asked"], observers=observers
     )
     assert [fork.end().code for fork in ranks] == [75, 75]
     run = Outcome(folder=tmp_path / "asked")
     status = run.read("status.json")
-    assert (status["status"], status["cause"]) == ("resumable", "SIGHUP") and 5 <= status[
-        "step"
-    ] <= 7
+    assert (status["status"], status["cause"]) == ("resumable", "SIGHUP")
+    assert 5 <= status["step"] <= 7
     assert run.checkpoint.name == f"step_{status['step']:08d}"
     assert run.column("step").tolist() == list(range(1, status["step"] + 1))
 
@@ -142,22 +142,17 @@ def test_a_signal_ends_the_reading_of_an_index_of_shards(forks, tmp_path) -> Non
     with RangeServer() as server:
         server.files["/train-000.tar"] = (tmp_path / "tars/train-000.tar").read_bytes()
         server.faults["/train-000.tar"] = ["", "silent"]
-        args = (
-            ["--output_dir", tmp_path]
-            + STOPPED
-            + ["--data", f"{server.url}/train-000.tar", "--image_size", 32]
-        )
-        run = forks.start(*args, before=be_impatient)
+        argv = ["--output_dir", tmp_path] + STOPPED
+        argv += ["--data", f"{server.url}/train-000.tar", "--image_size", 32]
+        run = forks.start(argv, before=be_impatient)
         for _ in Limit(60).turns():
             if not server.faults["/train-000.tar"]:  # it waits for an answer
                 break
         os.kill(run.process.pid, signal.SIGTERM)
         ended = run.end()
     assert ended.code == 75 and "Traceback" not in ended.stderr, ended.stderr
-    assert (
-        "stopped by SIGTERM before the first step" in ended.stdout
-        and not (tmp_path / "stopped").exists()
-    )
+    assert "stopped by SIGTERM before the first step" in ended.stdout
+    assert not (tmp_path / "stopped").exists()
 
 
 @pytest.mark.parametrize(
@@ -173,15 +168,13 @@ def test_a_signal_ends_a_wait_that_does_not_end(forks, tmp_path, stuck, step, ev
         }
     else:
         options = {"observer": StuckEvaluation()}
-    ended = forks(*args, before=be_impatient, **options)
+    ended = forks(args, before=be_impatient, **options)
     assert ended.code == 75 and "Traceback" not in ended.stderr, ended.stderr
     assert f"stopped by SIGTERM at step {step}" in ended.stdout
     run = Outcome(folder=tmp_path / "stopped")
-    assert (
-        run.checkpoint.name == f"step_{step:08d}"
-        and run.read("status.json")["status"] == "resumable"
-    )
-    assert forks(*args, "--allow_changed_source").code == 0
+    assert run.checkpoint.name == f"step_{step:08d}"
+    assert run.read("status.json")["status"] == "resumable"
+    assert forks(args + ["--allow_changed_source"]).code == 0
     assert [row["step"] for row in run.rows if "eval/top1" in row] == evaluated
 
 
@@ -193,13 +186,12 @@ def test_the_main_process_saves_although_another_hangs(forks, tmp_path) -> None:
     observer = signal_at(5, signal.SIGTERM)
     args = ["--output_dir", tmp_path] + STOPPED
     ranks = forks.start_ranks(
-        2, *args, recipe=recipe, observers={0: observer, 1: observer}, before=be_impatient
+        2, args, recipe=recipe, observers={0: observer, 1: observer}, before=be_impatient
     )
     assert [fork.end().code for fork in ranks][1] == 75
     run = Outcome(folder=tmp_path / "stopped")
-    assert (
-        run.checkpoint.name == "step_00000005" and run.read("status.json")["status"] == "resumable"
-    )
+    assert run.checkpoint.name == "step_00000005"
+    assert run.read("status.json")["status"] == "resumable"
 
 
 class LostEvaluation(Observer):
@@ -224,7 +216,7 @@ def test_a_rank_that_is_killed_in_an_evaluation_does_not_move_it(forks, tmp_path
         tmp_path,
     ] + "--max_steps 9 --eval_every 6 --log_every 1 --checkpoint_every 3".split()
     killed = forks.start_ranks(
-        2, *args, "--name", "killed", observers={0: LostEvaluation(), 1: LostEvaluation()}
+        2, args + ["--name", "killed"], observers={0: LostEvaluation(), 1: LostEvaluation()}
     )
     assert [fork.end().code != 0 for fork in killed] == [True, True]
     run = Outcome(folder=tmp_path / "killed")
@@ -232,7 +224,7 @@ def test_a_rank_that_is_killed_in_an_evaluation_does_not_move_it(forks, tmp_path
         run.checkpoint.name == "step_00000003" and run.read("status.json")["status"] == "resumable"
     )
     for name in ("killed", "whole"):
-        assert [fork.end().code for fork in forks.start_ranks(2, *args, "--name", name)] == [0, 0]
+        assert [fork.end().code for fork in forks.start_ranks(2, args + ["--name", name])] == [0, 0]
     assert_same_run(tmp_path / "killed", tmp_path / "whole", 9)
 
 
@@ -240,7 +232,7 @@ def test_steps_are_saved_although_the_evaluation_of_another_process_hangs(forks,
     """The second rank leaves alone, and says so: the evaluation is made after the next step."""
     args = ["--output_dir", tmp_path] + STOPPED
     observers = {0: LostEvaluation(), 1: StuckEvaluation()}
-    ranks = forks.start_ranks(2, *args, observers=observers, before=be_impatient)
+    ranks = forks.start_ranks(2, args, observers=observers, before=be_impatient)
     assert [fork.end().code for fork in ranks][1] == 75
     run = Outcome(folder=tmp_path / "stopped")
     assert (

@@ -38,7 +38,7 @@ def runs(run_several, tmp_path_factory) -> dict[str, Outcome]:
     return run_several(2, args, recipe="tests/recipes/counted.py", env={"COMPILE_BACKEND": "eager"})
 
 
-def counts(run: Outcome) -> dict:
+def read_counts(run: Outcome) -> dict:
     assert run.outcome == "ok", run.text
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -48,7 +48,7 @@ def test_the_loss_falls_and_only_the_last_micro_step_sends(
     name: str, runs: dict[str, Outcome]
 ) -> None:
     run = runs[name]
-    counted = counts(runs[name])
+    counted = read_counts(runs[name])
     losses = run.column("train/loss")
     assert len(losses) == STEPS and losses[-3:].mean() < losses[:3].mean()
     lines = [line for line in run.stdout.splitlines() if line.strip().startswith("gradients")]
@@ -60,9 +60,10 @@ def test_the_loss_falls_and_only_the_last_micro_step_sends(
 
 @pytest.mark.parametrize("name", TOLERANCE)
 def test_half_precision_stays_close_to_full_gradients(name: str, runs: dict[str, Outcome]) -> None:
-    none, run = (runs[case].column("train/loss") for case in ("none", name))
-    np.testing.assert_allclose(run, none, rtol=TOLERANCE[name])
-    assert not np.allclose(run, none, rtol=1e-8, atol=0), (
+    expected = runs["none"].column("train/loss")
+    losses = runs[name].column("train/loss")
+    np.testing.assert_allclose(losses, expected, rtol=TOLERANCE[name])
+    assert not np.allclose(losses, expected, rtol=1e-8, atol=0), (
         "nothing was rounded: the comparison would prove nothing"
     )
 
@@ -77,7 +78,7 @@ def test_training_compiles_once_for_each_micro_batch_size(runs) -> None:
     A graph that was compiled in the trial, before DDP, would be used in training as a whole: no
     gradient would be sent before the last is there.
     """
-    counted = counts(runs["compiled"])
+    counted = read_counts(runs["compiled"])
     assert counted["compiled"] == 6 and counted["cut"] == [2, 2] and not counted["broken"]
 
 
@@ -86,13 +87,10 @@ def test_compiled_models_train_as_eager_ones(run_several, stripes) -> None:
     """Three graphs for each size of a micro-batch, whatever the steps; the losses agree."""
     flags = f"--data {stripes} --log_every 1 --eval_every 5 --lr 2e-3 --max_steps 10 --drop_path 0.1".split()
     cases = {
-        "vit": [
-            *flags,
-            *"--model test_vit --global_batch_size 50 --max_micro_batch_size 15".split(),
-        ],
-        "group": [*flags, *"--model test_resnet --batch_norm group --norm_batch_size 8".split()],
+        "vit": flags + "--model test_vit --global_batch_size 50 --max_micro_batch_size 15".split(),
+        "group": flags + "--model test_resnet --batch_norm group --norm_batch_size 8".split(),
     }
-    cases |= {f"{name} compiled": [*args, "--compile"] for name, args in cases.items()}
+    cases |= {f"{name} compiled": args + ["--compile"] for name, args in cases.items()}
     outcomes = run_several(2, cases, recipe="tests/recipes/counted.py", timeout=3000)
     for name, graphs in (("vit", 6), ("group", 3)):  # the vit has two sizes
         eager = outcomes[name]
@@ -100,4 +98,5 @@ def test_compiled_models_train_as_eager_ones(run_several, stripes) -> None:
         np.testing.assert_allclose(
             compiled.column("train/loss"), eager.column("train/loss"), rtol=1e-3
         )
-        assert counts(compiled)["compiled"] == graphs and not counts(compiled)["broken"]
+        counted = read_counts(compiled)
+        assert counted["compiled"] == graphs and not counted["broken"]

@@ -71,9 +71,9 @@ def model():
     return timm.create_model("test_vit", num_classes=3)
 
 
-def parsed_by(config_class: type, *args: str):
-    """The configuration of a command line, whose data are x if it names none."""
-    return parse(config_class, ["--data", "x", *args], "x.py")
+def parse_flag(config_class: type, flag: str):
+    """The configuration of a command line with one flag; its data are x if the flag names none."""
+    return parse(config_class, ["--data", "x", flag], "x.py")
 
 
 def one_line(call: Callable, *arguments, **options):
@@ -145,7 +145,7 @@ def plan(config, model) -> None:
     assert len(compute_short_hash(get_identity(config))) == 6
 
 
-def flag(field: dataclasses.Field, word: str) -> str:
+def format_flag(field: dataclasses.Field, word: str) -> str:
     return (
         f"--{field.name}={word}"
         if field.type is not bool
@@ -166,7 +166,7 @@ def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> Non
         )
         values = NUMBERS if field.type in (int, float) else TEXTS if means_much else TEXTS[::9]
         for word in values[index % 3 :: 3]:  # a third for each field, for the time that it takes
-            config = one_line(parsed_by, CONFIGS[recipe], flag(field, word))
+            config = one_line(parse_flag, CONFIGS[recipe], format_flag(field, word))
             if config and getattr(config, field.name) != field.default:
                 parsed += 1
                 plan(config, model)
@@ -191,5 +191,5 @@ def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> Non
 )
 def test_what_can_be_no_path_is_refused_by_the_parser(flag: str, word: str, message: str) -> None:
     with pytest.raises(Refused, match=message) as raised:
-        parsed_by(cls.Config, f"{flag}={word}")
+        parse_flag(cls.Config, f"{flag}={word}")
     assert str(raised.value).startswith(f"{flag} ") and len(str(raised.value)) < 300

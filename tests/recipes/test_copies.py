@@ -101,9 +101,7 @@ MEAN = """A mean as loss, of shape [1] or [].
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_small_and_the_pages_command_applies_it(name: str, tmp_path) -> None:
-    num_lines = sum(
-        line[0] in "+-" and line[1:].strip() != "" for line in CHANGES[name].splitlines() if line
-    )
+    num_lines = len(re.findall(r"^[+-] *\S", CHANGES[name], re.M))
     assert 0 < num_lines <= (30 if "picture" in name else 20)
     messages = apply_as_the_page_says(tmp_path, recipe_of(name), name)
     assert messages == ["patching file mine.py"], "other lines: python -m tests.recipes.copied"
@@ -124,13 +122,12 @@ def apply_as_the_page_says(folder: Path, recipe: str, *changes: str) -> list[str
     command = re.search("^awk .*", PAGE, re.M)[0]
     lines = []
     for change in changes:
-        command_line = (
-            command.replace("Focal loss", change.replace("-", " ").capitalize()) + " --fuzz=0"
-        )
-        lines += subprocess.check_output(
-            command_line, shell=True, cwd=folder, text=True
-        ).splitlines()
-    expected = copy(folder / "expected.py", *[CHANGES[change] for change in changes], recipe=recipe)
+        title = change.replace("-", " ").capitalize()
+        command_line = command.replace("Focal loss", title) + " --fuzz=0"
+        printed = subprocess.check_output(command_line, shell=True, cwd=folder, text=True)
+        lines += printed.splitlines()
+    diffs = [CHANGES[change] for change in changes]
+    expected = copy(folder / "expected.py", *diffs, recipe=recipe)
     assert script.read_text() == expected.read_text()
     compile(script.read_text(), script.name, "exec")
     return lines
@@ -138,10 +135,10 @@ def apply_as_the_page_says(folder: Path, recipe: str, *changes: str) -> list[str
 
 @pytest.mark.smoke
 def test_every_change_of_the_page_is_trained() -> None:
-    elsewhere = {"hundreds-of-thousands-of-classes"}  # in test_layout.py
-    assert {
-        change for changes, _ in DAYS.values() for change in changes
-    } == CHANGES.keys() - elsewhere
+    trained = {"hundreds-of-thousands-of-classes"}  # in test_layout.py
+    for changes, _ in DAYS.values():
+        trained |= set(changes)
+    assert trained == CHANGES.keys()
 
 
 def test_the_picture_of_the_page_is_drawn(tmp_path) -> None:
@@ -158,9 +155,9 @@ def runs(run_several, stripes, scenes, regions, tmp_path_factory) -> dict[str, d
     table = ["path,kind,split"]
     (folder / "shells").mkdir()
     for path in sorted(stripes.rglob("*.png")):
-        *_, part, kind, name = path.parts
-        table.append(f"{path},{kind},{part}")
-        (folder / "shells" / f"{kind.replace('_', '-')}_{part}{name}").symlink_to(path)
+        split, kind, name = path.parts[-3:]
+        table.append(f"{path},{kind},{split}")
+        (folder / "shells" / f"{kind.replace('_', '-')}_{split}{name}").symlink_to(path)
     (folder / "labels.csv").write_text("\n".join(table))
     draw_bands(stripes, folder / "bands")
     data_args = {
@@ -182,22 +179,14 @@ def runs(run_several, stripes, scenes, regions, tmp_path_factory) -> dict[str, d
             diffs = [CHANGES[change] for change in changes]
             diffs += [DRAWS] if name == "module" else []
             recipe = copy(folder / f"{kind}_{name}.py", *diffs, recipe=kind)
-            cases[name] = [recipe, *data_args.get(name, data), *EXACT, *flags.split(), *output]
+            cases[name] = [recipe] + data_args.get(name, data) + EXACT + flags.split() + output
         if processes == 3:
             cases["one_rank"] = [one_rank] + data + short + output
         else:
-            broken = (
-                [copy(folder / "broken.py", BREAK)]
-                + data
-                + short
-                + ["--checkpoint_every", 4]
-                + output
-            )
+            broken = [copy(folder / "broken.py", BREAK), "--checkpoint_every", 4]
+            broken += data + short + output
             # Nothing gets better than the first evaluation.
-            stopped = [
-                *cases["module"],
-                *"--max_steps 40 --wait 8 --lr 1e-9 --name stopped".split(),
-            ]
+            stopped = cases["module"] + "--max_steps 40 --wait 8 --lr 1e-9 --name stopped".split()
             cases |= {"broken": broken, "broken again": broken + ["--name", "broken"]}
             cases |= {"stopped": stopped, "stopped, longer": stopped + ["--max_steps", 44]}
             cases["mean"] = [copy(folder / "mean.py", MEAN)] + data + short + output
@@ -207,31 +196,21 @@ def runs(run_several, stripes, scenes, regions, tmp_path_factory) -> dict[str, d
             student_args = [word for word in cases["teacher"] if word not in ("--data", stripes)]
             cases["teacher of other classes"] = student_args + ["--data", "digits"]
             module = cases["module"]
-            cases["resumed"] = [*module, "--name", "resumed", "--max_steps", 4]
-            cases["resumed, longer"] = [*module, "--name", "resumed"]
+            cases["resumed"] = module + ["--name", "resumed", "--max_steps", 4]
+            cases["resumed, longer"] = module + ["--name", "resumed"]
             for what in ("best", "checkpoints/step_00000008"):
-                cases[f"module's {what}"] = [
-                    *module,
-                    "--eval_only",
-                    folder / "runs_1/module" / what,
-                ]
-            cases["best bands"] = [*cases["bands"], "--eval_only", folder / "runs_1/bands/best"]
-            cases["best boxes"] = [
-                *cases["detector"],
-                "--eval_only",
-                folder / "runs_1/detector/best",
-            ]
-            cases["without a name"] = (
-                [one_rank] + data + short + ["--max_steps", 1] + output + ["--name", ""]
-            )
+                weights = folder / "runs_1/module" / what
+                cases[f"module's {what}"] = module + ["--eval_only", weights]
+            cases["best bands"] = cases["bands"] + ["--eval_only", folder / "runs_1/bands/best"]
+            weights = folder / "runs_1/detector/best"
+            cases["best boxes"] = cases["detector"] + ["--eval_only", weights]
+            unnamed = data + short + output + ["--max_steps", 1, "--name", ""]
+            cases["without a name"] = [one_rank] + unnamed
             same = data + short + ["--max_steps", 4] + output + ["--name", "source"]
             cases["original"] = same
-            cases["finished by the original"] = [
-                copy(folder / "focal/cls.py", CHANGES["focal-loss"])
-            ] + same
-            cases["allowed"] = (
-                [folder / "focal/cls.py"] + same + ["--max_steps", 6, "--allow_changed_source"]
-            )
+            focal = copy(folder / "focal/cls.py", CHANGES["focal-loss"])
+            cases["finished by the original"] = [focal] + same
+            cases["allowed"] = [focal] + same + ["--max_steps", 6, "--allow_changed_source"]
             cases["as before"] = ["recipes/cls.py"] + same + ["--max_steps", 7]
         outcomes[processes] = run_several(processes, cases, timeout=600)
     return outcomes
@@ -273,11 +252,10 @@ def test_a_metric_of_ones_own_is_a_result(runs) -> None:
 
 def test_a_margin_head_and_a_data_set_of_ones_own_take_effect(runs) -> None:
     run = runs[1]["margin"]
-    assert {
-        "directions",
-        "model.cls_token",
-    } <= run.tensors().keys() and "model.head.weight" not in run.tensors()
-    assert re.search("trained on +80 % of Shells", run.stdout) and "stuff-0, stuff-1" in run.stdout
+    assert {"directions", "model.cls_token"} <= run.tensors().keys()
+    assert "model.head.weight" not in run.tensors()
+    assert re.search("trained on +80 % of Shells", run.stdout)
+    assert "stuff-0, stuff-1" in run.stdout
 
 
 def test_a_fourth_channel_is_trained_evaluated_and_exported(runs) -> None:
@@ -300,7 +278,7 @@ def test_pictures_of_four_channels_are_drawn(forks, stripes, tmp_path) -> None:
     draw_bands(stripes, tmp_path / "bands")
     recipe = copy(tmp_path / "cls_bands.py", CHANGES["more-channels-than-three"])
     args = ["--data", tmp_path / "bands"] + "--model test_vit --max_steps 2 --name drawn".split()
-    ended = forks(*args, "--output_dir", tmp_path, recipe=recipe, pictures=True)
+    ended = forks(args + ["--output_dir", tmp_path], recipe=recipe, pictures=True)
     assert ended.code == 0, ended
     for name in ("first_batch", "mistakes"):
         assert (tmp_path / "drawn/pictures" / f"{name}.png").is_file(), name
@@ -344,9 +322,8 @@ def test_an_augmentation_and_a_teacher_change_the_loss(runs, name: str) -> None:
 def test_two_optimizers_and_another_metric_take_effect(runs) -> None:
     run = runs[1]["optimizers"]
     states = run.tensors("optimizer")
-    assert not any(name.startswith("fc.") for name in states) and any(
-        "exp_avg" in name for name in states
-    )
+    assert not any(name.startswith("fc.") for name in states)
+    assert any("exp_avg" in name for name in states)
     assert re.search(r"best +brier \(EMA\) \d\.\d+ at step", run.stdout), "not in per cent"
     best = run.read("summary.json")["best"]["eval/ema_brier"]
     assert best == min(run.column("eval/ema_brier")), "smaller is better"
@@ -364,11 +341,11 @@ def test_a_teacher_leaves_no_trace_and_must_know_the_classes(runs) -> None:
 
 
 def test_changes_of_a_detector_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
-    boxes, best = (runs[1][name] for name in ("detector", "best boxes"))
-    parts = {name: boxes.column(f"train/loss_{name}") for name in ("box", "class", "centerness")}
-    np.testing.assert_allclose(
-        boxes.column("train/loss"), 3 * parts["box"] + parts["class"] + parts["centerness"]
-    )
+    boxes = runs[1]["detector"]
+    best = runs[1]["best boxes"]
+    total = 3 * boxes.column("train/loss_box") + boxes.column("train/loss_class")
+    total += boxes.column("train/loss_centerness")
+    np.testing.assert_allclose(boxes.column("train/loss"), total)
     assert "head.classification_head.conv.0.1.weight" in boxes.tensors()
     summary = boxes.read("summary.json")
     assert best.outcome == "ok", best.text
@@ -388,7 +365,7 @@ def test_a_run_that_its_recipe_stops_ends_well(runs) -> None:
     assert "draws at step 12" in first.stdout
     assert "the pictures of the evaluation could not be drawn: ValueError: no paint" in first.stdout
     assert longer.outcome == "ok" and "resuming from step 12 of 44" in longer.stdout
-    assert status(longer)[:2] == ("finished", 16), (
+    assert read_status(longer)[:2] == ("finished", 16), (
         "it waits for 8 steps at most, and has waited longer"
     )
 
@@ -396,7 +373,7 @@ def test_a_run_that_its_recipe_stops_ends_well(runs) -> None:
 def test_one_rank_can_stop_a_run(runs) -> None:
     """All end at one step soon after, with an evaluation and a checkpoint."""
     run = runs[3]["one_rank"]
-    assert run.outcome == "ok" and status(run) == ("finished", 5, "enough")
+    assert run.outcome == "ok" and read_status(run) == ("finished", 5, "enough")
     assert run.checkpoint.name == "step_00000005"
     assert "eval/top1" in run.rows[-1] and run.rows[-1]["step"] == 5
 
@@ -407,7 +384,7 @@ def test_a_loop_that_was_left_is_saved_and_stays_ended(runs) -> None:
     resumed = runs[1]["broken again"]
     why = "the recipe, which left its loop"
     assert run.outcome == "ok" and 'run.stop("why") ends a run with one' in run.stdout
-    assert status(run) == ("finished", 2, why) and run.checkpoint.name == "step_00000002"
+    assert read_status(run) == ("finished", 2, why) and run.checkpoint.name == "step_00000002"
     assert (
         resumed.outcome == "ok" and f"this run was ended at step 2 of 8 by {why}" in resumed.stdout
     )
@@ -465,13 +442,14 @@ def draw_bands(stripes: Path, folder: Path) -> None:
     """TIFFs of four bands: grey, grey, grey, and a picture of stripes."""
     folder.mkdir()
     for path in sorted(stripes.rglob("*.png")):
-        *_, part, kind, name = path.parts
+        split, kind, name = path.parts[-3:]
         band = np.asarray(Image.open(path).convert("L"))
-        pixels = np.stack([*[np.full_like(band, 100)] * 3, band], axis=2)
-        file = folder / f"{kind.replace('_', '-')}_{part}{Path(name).stem}.tif"
+        grey = np.full_like(band, 100)
+        pixels = np.stack([grey, grey, grey, band], axis=2)
+        file = folder / f"{kind.replace('_', '-')}_{split}{Path(name).stem}.tif"
         tifffile.imwrite(file, pixels, photometric="rgb", extrasamples=[0])
 
 
-def status(run: Outcome) -> tuple[str, int, str]:
+def read_status(run: Outcome) -> tuple[str, int, str]:
     content = run.read("status.json")
     return content["status"], content["step"], content["cause"]

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.harness.outcomes import read
+from tests.harness.outcomes import read, read_rows
 from tests.harness.resumed import AfterStep
 from tests.harness.wandb_server import WandbServer
 
@@ -47,7 +47,7 @@ LAST = 7
 STEPS = 12
 
 
-def of_tensorboard(folder: Path) -> dict[int, dict]:
+def read_tensorboard(folder: Path) -> dict[int, dict]:
     """What the files have, by step: numbers and pictures by key."""
     rows: dict[int, dict] = defaultdict(dict)
     events = EventAccumulator(
@@ -76,10 +76,11 @@ def die_with_all(run) -> None:
     while not written:
         time.sleep(0.01)
         if (run.path / "tensorboard").exists():
-            written = set(range(1, LAST - 1)) <= of_tensorboard(run.path).keys()
+            written = set(range(1, LAST - 1)) <= read_tensorboard(run.path).keys()
         else:
             written = any(run.path.glob("wandb/*run-*/*.wandb"))
-    for process in [*psutil.Process().children(recursive=True), psutil.Process()]:
+    own_process = psutil.Process()
+    for process in own_process.children(recursive=True) + [own_process]:
         process.kill()
 
 
@@ -97,11 +98,9 @@ def test_each_row_and_picture_is_shown_once_through_a_kill(
     folder = tmp_path / "run"
     of_wandb = tracker != "tensorboard"
     args = FLAGS[recipe].split() + COMMON.split() + ["--output_dir", tmp_path]
-    args += [
-        "--tracker",
-        "wandb" if of_wandb else tracker,
-        *(("--data", scenes) if recipe == "det" else ()),
-    ]
+    args += ["--tracker", "wandb" if of_wandb else tracker]
+    if recipe == "det":
+        args += ["--data", scenes]
     with WandbServer() as server:
         environment = server.environment if tracker == "online" else {}
         options = {
@@ -111,7 +110,7 @@ def test_each_row_and_picture_is_shown_once_through_a_kill(
         }
         for observers, steps in (({0: AfterStep(die_with_all, LAST)}, 9), ({}, 9), ({}, STEPS)):
             ranks = forks.start_ranks(
-                processes, *args, "--max_steps", steps, observers=observers, **options
+                processes, args + ["--max_steps", steps], observers=observers, **options
             )
             ends = [rank.end() for rank in ranks]
         assert {end.code for end in ends} == {0}, ends
@@ -124,15 +123,10 @@ def test_each_row_and_picture_is_shown_once_through_a_kill(
             subprocess.run(
                 sync, shell=True, check=True, env=environment, cwd=tmp_path, capture_output=True
             )
-    rows = {
-        row["step"]: row
-        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    }
+    rows = {row["step"]: row for row in read_rows(folder / "metrics.jsonl")}
     assert list(rows) == list(range(1, STEPS + 1))
-    assert all(
-        {"train/weight_norm", "train/update_ratio", *COLUMNS[recipe]} <= row.keys()
-        for row in rows.values()
-    )
+    columns = {"train/weight_norm", "train/update_ratio"}.union(COLUMNS[recipe])
+    assert all(columns <= row.keys() for row in rows.values())
     if of_wandb:
         ((run_id, run),) = server.runs.items()
         row_by_step = {row["_step"]: row for row in server.history(run_id)}
@@ -140,40 +134,34 @@ def test_each_row_and_picture_is_shown_once_through_a_kill(
         assert (run["tags"], run["groupName"], run["notes"]) == (["a", "b"], "g", "n")
         summary = json.loads(run["summaryMetrics"])
     else:
-        row_by_step = of_tensorboard(folder)
+        row_by_step = read_tensorboard(folder)
         assert "first_batch" in row_by_step[1]  # the step that trains on it
-        summary = {
-            key.removeprefix("summary/"): value
-            for _, row in sorted(row_by_step.items())
-            for key, value in row.items()
-        }
+        summary = {}
+        for step in sorted(row_by_step):
+            for key, value in row_by_step[step].items():
+                summary[key.removeprefix("summary/")] = value
     assert row_by_step.keys() == rows.keys()
     for step, row in rows.items():
-        repeated = 4 < step <= LAST  # then only the first start's pace was sent
+        is_repeated = 4 < step <= LAST  # then only the first start's pace was sent
         for key, value in row.items():
-            if not (
-                value is None
-                or (of_wandb and repeated and key.startswith("perf/"))
-                or key == "step"
-            ):
-                np.testing.assert_allclose(
-                    row_by_step[step][key],
-                    value,
-                    rtol=1e-12 if of_wandb else 1e-6,
-                    err_msg=f"{step} {key}",
-                )
+            if value is None or key == "step":
+                continue
+            if of_wandb and is_repeated and key.startswith("perf/"):
+                continue
+            actual = row_by_step[step][key]
+            rtol = 1e-12 if of_wandb else 1e-6
+            np.testing.assert_allclose(actual, value, rtol=rtol, err_msg=f"{step} {key}")
     # W&B's pictures of step 3 went with the machine.
     for step in range(6 if of_wandb else 3, STEPS + 1, 3):
         assert set(PICTURES[recipe]) <= row_by_step[step].keys(), step
         if of_wandb:
             assert {row_by_step[step][name]["path"] for name in PICTURES[recipe]} <= server.uploads
-    for part, results in read(folder / "summary.json").items():
-        for key, value in results.items() if part in ("best", "last") else ():
-            assert value is None or summary[f"{part}/{key}"] == pytest.approx(value, rel=1e-6), (
-                part,
-                key,
-            )
-    assert read(folder / "summary.json")["last"]["step"] == STEPS
+    expected = read(folder / "summary.json")
+    for kind in ("best", "last"):
+        for key, value in expected[kind].items():
+            if value is not None:
+                assert summary[f"{kind}/{key}"] == pytest.approx(value, rel=1e-6), (kind, key)
+    assert expected["last"]["step"] == STEPS
 
 
 def read_records(run: Path, kind: str) -> list[dict]:
@@ -202,7 +190,7 @@ def test_the_best_model_is_an_artifact_of_each_end(forks, tmp_path) -> None:
     longer run another.
     """
     flags = f"{FLAGS['cls']} --eval_every 2 --tracker wandb".split()
-    args = [*flags, "--output_dir", tmp_path, "--name", "one run"]
+    args = flags + ["--output_dir", tmp_path, "--name", "one run"]
     artifact_args = args + ["--wandb_artifact", "--wandb_entity", "team"]
     codes = []
     counts = []
@@ -214,7 +202,7 @@ def test_the_best_model_is_an_artifact_of_each_end(forks, tmp_path) -> None:
     )
     for flags, steps, observers in starts:
         ranks = forks.start_ranks(
-            1, *flags, "--max_steps", steps, recipe="cls", observers=observers
+            1, flags + ["--max_steps", steps], recipe="cls", observers=observers
         )
         codes += [rank.end().code for rank in ranks]
         counts.append(len(read_models(tmp_path / "one run")))
@@ -241,7 +229,7 @@ def test_the_best_model_is_an_artifact_of_each_end(forks, tmp_path) -> None:
 def test_an_artifact_needs_wandb(run_several, tmp_path) -> None:
     """Else the model would not be uploaded, and nobody would know."""
     flags = f"{FLAGS['cls']} --max_steps 1 --tracker none --wandb_artifact".split()
-    (run,) = run_several(1, {"run": [*flags, "--output_dir", tmp_path]}).values()
+    (run,) = run_several(1, {"run": flags + ["--output_dir", tmp_path]}).values()
     assert run.outcome == "ok", run.text
     line = "--wandb_artifact: best/ is not uploaded with --tracker none; take --tracker wandb"
     assert line in (run.folder / "log.txt").read_text()

@@ -26,38 +26,37 @@ WHY = "--patience 2: no better top-1 since step 4"
 def runs(run_several, stripes) -> dict[str, Outcome]:
     """Runs that end early, again, and with larger flags, on two processes; and one on one process."""
     args = WORDS + ["--data", stripes]
-    waiting, timed = ((args + ["--name", name]) for name in ("waiting", "timed"))
+    waiting = args + ["--name", "waiting"]
+    timed = args + ["--name", "timed"]
     cases = {
-        "waiting": [*waiting, "--patience", 2],
-        "waiting again": [*waiting, "--patience", 2, "--max_steps", 50],
-        "waiting longer": [*waiting, "--patience", 3],
-        "timed": [*timed, "--max_hours", 1e-9],
-        "timed again": [*timed, "--max_hours", 1e-9],
-        "timed longer": [*timed, "--max_hours", 1, "--max_steps", 6],
-        "timed shorter": [*timed, "--max_steps", 5],
+        "waiting": waiting + ["--patience", 2],
+        "waiting again": waiting + ["--patience", 2, "--max_steps", 50],
+        "waiting longer": waiting + ["--patience", 3],
+        "timed": timed + ["--max_hours", 1e-9],
+        "timed again": timed + ["--max_hours", 1e-9],
+        "timed longer": timed + ["--max_hours", 1, "--max_steps", 6],
+        "timed shorter": timed + ["--max_steps", 5],
     }
     return run_several(2, cases) | run_several(1, {"one": args + ["--patience", 3]})
 
 
-def ended(text: str, step: int, why: str) -> bool:
+def is_ended(text: str, step: int, why: str) -> bool:
     return f"{step} steps in" in text and f"of training, ended by {why}" in text
 
 
 def test_a_run_ends_when_its_patience_does(runs) -> None:
-    first, restarted, longer = (
-        runs[name] for name in ("waiting", "waiting again", "waiting longer")
-    )
+    first = runs["waiting"]
+    restarted = runs["waiting again"]
+    longer = runs["waiting longer"]
     assert {run.outcome for run in (first, restarted, longer)} == {"ok"}
-    assert (
-        ended(first.stdout, 12, WHY)
-        and "the same command with --patience 4 continues this run" in first.stdout
-    )
+    assert is_ended(first.stdout, 12, WHY)
+    assert "the same command with --patience 4 continues this run" in first.stdout
     assert (
         f"this run was ended at step 12 of 40 by {WHY}; a larger --patience takes it further"
         in restarted.stdout
     )
     assert "resuming from step 12 of 40" in longer.stdout
-    assert ended(longer.stdout, 16, "--patience 3: no better top-1 since step 4")
+    assert is_ended(longer.stdout, 16, "--patience 3: no better top-1 since step 4")
     rows = longer.rows
     assert [row["step"] for row in rows] == list(range(1, 17)), "each step once"
     assert [row["step"] for row in rows if "eval/top1" in row] == [4, 8, 12, 16]
@@ -78,13 +77,15 @@ def test_a_length_below_the_steps_that_were_made_is_refused(runs) -> None:
 
 
 def test_a_run_ends_when_its_hours_are_used_up(runs) -> None:
-    first, restarted, longer = (runs[name] for name in ("timed", "timed again", "timed longer"))
+    first = runs["timed"]
+    restarted = runs["timed again"]
+    longer = runs["timed longer"]
     assert {run.outcome for run in (first, restarted, longer)} == {"ok"}
     status = first.read("status.json")
     assert status["status"] == "finished" and not status["cause"], (
         "it was trained to its end by the last command"
     )
-    assert ended(first.stdout, 4, "--max_hours 1e-09"), "no more than three steps later"
+    assert is_ended(first.stdout, 4, "--max_hours 1e-09"), "no more than three steps later"
     assert (
         "this run was ended at step 4 of 40 by --max_hours 1e-09; a larger --max_hours takes it "
         "further" in restarted.stdout
@@ -127,25 +128,17 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
     """Killed between evaluations, after one that was no better; and when some hours were used up."""
     args = WORDS + ["--data", stripes, "--output_dir", tmp_path, flag, "--name"]
     for step in kills:
-        died = forks(*args, "killed", observer=HourlySteps(kill_at=step))
+        died = forks(args + ["killed"], observer=HourlySteps(kill_at=step))
         assert died.code == -signal.SIGKILL, died.stderr
     for name in ("killed", "undisturbed"):
-        assert forks(*args, name, observer=HourlySteps()).code == 0
+        assert forks(args + [name], observer=HourlySteps()).code == 0
     assert_same_run(tmp_path / "killed", tmp_path / "undisturbed", steps=steps)
 
 
 def test_the_clock_of_the_main_process_decides_for_all(forks, stripes, tmp_path) -> None:
-    args = WORDS + [
-        "--data",
-        stripes,
-        "--output_dir",
-        tmp_path,
-        "--name",
-        "run",
-        "--max_hours",
-        6.5,
-    ]
-    ranks = forks.start_ranks(2, *args, observers={0: HourlySteps(), 1: HourlySteps(hours=1000)})
+    args = WORDS + ["--data", stripes, "--max_hours", 6.5]
+    args += ["--output_dir", tmp_path, "--name", "run"]
+    ranks = forks.start_ranks(2, args, observers={0: HourlySteps(), 1: HourlySteps(hours=1000)})
     ends = [rank.end() for rank in ranks]
     assert [end.code for end in ends] == [0, 0], ends[0].stderr
     assert read(tmp_path / "run/status.json")["step"] == 8

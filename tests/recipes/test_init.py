@@ -91,7 +91,7 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path)
             left, top, width, height = best[0]["bbox"]
             target["bbox"] = [left + 0.07 * width, top, 0.93 * width, height]
     (data / "val.json").write_text(json.dumps(content))
-    ended = forks(*args.split(), recipe="det")
+    ended = forks(args.split(), recipe="det")
     assert ended.code == 0, ended.stderr
     results = json.loads(ended.stdout.splitlines()[-1])
     evaluation = evaluate_with_pycocotools(content, rows)

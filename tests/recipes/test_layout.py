@@ -231,17 +231,9 @@ def more(
         flags |= dict.fromkeys(
             ("first", "second"), f"{CASES['vit'].flags} --drop 0.5 --max_micro_batch_size 8"
         )
-        whole = [
-            recipes["cls"],
-            *args,
-            "--data",
-            stripes,
-            "--global_batch_size",
-            44,
-            "--max_steps",
-            3,
-        ]
-        return {name: [*whole, *flags_of_case.split()] for name, flags_of_case in flags.items()}
+        whole = [recipes["cls"], "--data", stripes, "--global_batch_size", 44, "--max_steps", 3]
+        whole += args
+        return {name: whole + flags_of_case.split() for name, flags_of_case in flags.items()}
     if world != "1":
         return {}
     best = [recipes["sampled"], "--eval_only", run / "best"]
@@ -250,7 +242,7 @@ def more(
         "checkpoint": [recipes["sampled"], "--eval_only", run / f"checkpoints/step_{STEPS:08d}"],
         "other classes": best + ["--data", stripes],
         "of the original": [recipes["cls"]] + best[1:],
-        "mixed": [recipes["cosface"], *args, "--data", stripes, "--mixup", 0.2],
+        "mixed": [recipes["cosface"]] + args + ["--data", stripes, "--mixup", 0.2],
     }
 
 

@@ -40,7 +40,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def run(forks, folder: Path, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("run")
-    assert forks("--data", folder, "--output_dir", output, *WORDS).code == 0
+    assert forks(["--data", folder, "--output_dir", output] + WORDS).code == 0
     return output / "run"
 
 
@@ -67,7 +67,7 @@ def test_predictions_are_of_the_weights_and_numbers_beside_them(run: Path, forks
         assert best[f"accuracy_class/{name}"] == value
     assert {f"eval/ema_accuracy_class/{name}" for name in best["per_class"]} <= last.keys()
 
-    ended = forks("--eval_only", run / "best")
+    ended = forks(["--eval_only", run / "best"])
     assert ended.code == 0, ended
     report = run / "evaluation/best-held_out"
     top1, loss = top1_and_loss(report / "predictions.csv")
@@ -90,11 +90,11 @@ def test_split_says_which_image_was_trained_on(run: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("step", [3, 5])
 def test_a_killed_run_leaves_the_files_of_an_undisturbed_one(step, run, forks, folder, tmp_path):
-    args = ("--data", folder, "--output_dir", tmp_path, *WORDS)
-    killed = forks(*args, observer=signal_at(step))
+    args = ["--data", folder, "--output_dir", tmp_path] + WORDS
+    killed = forks(args, observer=signal_at(step))
     assert killed.code == -signal.SIGKILL
     written = (tmp_path / "run/split.csv").stat()
-    assert forks(*args).code == 0
+    assert forks(args).code == 0
     assert (tmp_path / "run/split.csv").stat().st_mtime_ns == written.st_mtime_ns, "written once"
     for name in ("split.csv", "predictions.csv"):
         assert (tmp_path / "run" / name).read_bytes() == (run / name).read_bytes(), name
@@ -117,7 +117,7 @@ def test_detections_are_coco_results_with_the_ids_of_the_data(forks, scenes, tmp
         width, height = annotation["bbox"][2:]
         annotation.setdefault("iscrowd", 0)
         annotation.setdefault("area", width * height)
-    assert forks("--data", scenes, "--output_dir", tmp_path, *DET, recipe="det").code == 0
+    assert forks(["--data", scenes, "--output_dir", tmp_path] + DET, recipe="det").code == 0
     run = tmp_path / "run"
     results = read(run / "best/results.json")
     detections = json.loads((run / "best/predictions.json").read_text())
@@ -130,6 +130,6 @@ def test_detections_are_coco_results_with_the_ids_of_the_data(forks, scenes, tmp
     assert (run / "predictions.json").read_bytes() == (run / "best/predictions.json").read_bytes()
     splits = [row["split"] for row in table(run / "split.csv")]
     assert (splits.count("train"), splits.count("val")) == (25, 7)
-    assert forks("--eval_only", run / "best", recipe="det").code == 0
+    assert forks(["--eval_only", run / "best"], recipe="det").code == 0
     (report,) = (run / "evaluation").iterdir()
     assert len(json.loads((report / "predictions.json").read_text())) == len(detections)

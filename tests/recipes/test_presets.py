@@ -115,7 +115,7 @@ def test_the_sweep_searches_flags_of_the_recipe_for_its_metric(monkeypatch) -> N
     args = sweep["command"][sweep["command"].index("${program}") + 1 : -1]
     assert Path(sweep["command"][4]).is_file() and sweep["command"][-1] == "${args}"
     config = parse(
-        RECIPES["cls"].Config, [*args, *(f"--{flag}={value}" for flag, value in values.items())]
+        RECIPES["cls"].Config, args + [f"--{flag}={value}" for flag, value in values.items()]
     )
     assert {flag: getattr(config, flag) for flag in values} == values
 

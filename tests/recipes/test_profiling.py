@@ -33,7 +33,7 @@ def test_every_rank_leaves_a_trace(forks, tmp_path) -> None:
         "--name",
         "a",
     ]
-    done, second = (rank.end() for rank in forks.start_ranks(2, *flags))
+    done, second = (rank.end() for rank in forks.start_ranks(2, flags))
     assert done.code == second.code == 0, done.stderr
     assert "gpuGetDeviceCount" not in done.stderr and "profiler_start" not in done.stderr
     folder = tmp_path / "a" / "profile"

@@ -92,15 +92,16 @@ def matches(expected: str, line: str) -> bool:
     return bool(re.fullmatch(".*".join(map(re.escape, expected.split("..."))), line))
 
 
-def words_of(command: str) -> list[str]:
-    """The words of a row's command, as `several` takes them."""
+def split_command(command: str) -> list[str]:
+    """The arguments of a row's command, as `several` takes them."""
     recipe, *args = shlex.split(command.replace("FIRST", FIRST).replace(";", r"\;"))
     if not {"--config", "--eval_only"} & set(args):
-        args = ["--config", f"recipes/presets/{'det_' * (recipe == 'det')}digits.yaml", *args]
-    return [f"recipes/{recipe}.py", *args]
+        preset = "det_digits" if recipe == "det" else "digits"
+        args = ["--config", f"recipes/presets/{preset}.yaml"] + args
+    return [f"recipes/{recipe}.py"] + args
 
 
-def in_folder(folder: Path) -> None:
+def enter_folder(folder: Path) -> None:
     os.chdir(folder)
     os.environ["HF_HOME"] = str(folder / "hub")
 
@@ -123,8 +124,10 @@ def a_desk(forks, tmp_path_factory) -> Path:
             changed(content)
             (desk / name / f"{part}.json").write_text(json.dumps(content))
     for command in (FIRST, FIRST_DET):
-        recipe, *args = words_of(command)
-        ended = forks.start(*args, recipe=Path(recipe).stem, before=partial(in_folder, desk)).end()
+        recipe, *args = split_command(command)
+        ended = forks.start(
+            args, recipe=Path(recipe).stem, before=partial(enter_folder, desk)
+        ).end()
         assert ended.code == 0, ended
     shutil.copytree(desk / "runs/first", desk / "runs/forged")
     shutil.copytree(desk / "runs/first", desk / "runs/bare", ignore=shutil.ignore_patterns("best"))
@@ -155,9 +158,9 @@ def answers(forks, a_desk) -> dict[str, dict]:
     """What each command of the table was answered, by one world of two ranks."""
     before = snapshot(a_desk)
     file = a_desk.parent / "CASES.json"
-    file.write_text(json.dumps(list(map(words_of, REQUESTS))))
+    file.write_text(json.dumps(list(map(split_command, REQUESTS))))
     main = partial(several.main, Path("recipes/cls.py"), file, False)
-    ended = forks.run_main(2, main, {CACHE: None}, partial(in_folder, a_desk), timeout=600)
+    ended = forks.run_main(2, main, {CACHE: None}, partial(enter_folder, a_desk), timeout=600)
     assert ended.returncode == 0 and not ended.stderr.strip(), "more is printed than the refusals"
     assert snapshot(a_desk) == before, "something was left behind"
     return dict(zip(REQUESTS, read(file.with_name("OUTCOMES.json")), strict=True))
@@ -234,9 +237,9 @@ def launches(launch, a_desk, tmp_path_factory) -> Iterator[dict[str, Started]]:
     for command, line in LAUNCHES.items():
         args = [a_desk / word if word == "inverted" else word for word in command.split()]
         env = {"CUDA_VISIBLE_DEVICES": ""}
-        started[line] = launch.start_python(*args, "--output_dir", folder / "runs", env=env)
+        started[line] = launch.start_python(args + ["--output_dir", folder / "runs"], env=env)
     (folder / "cls.py").write_text(FAILS)
-    started[LATE] = launch.start("multi_cpu", folder / "cls.py", "late", folder / "refused")
+    started[LATE] = launch.start("multi_cpu", [folder / "cls.py", "late", folder / "refused"])
     yield started
     for each in started.values():
         each.finish()
@@ -244,7 +247,7 @@ def launches(launch, a_desk, tmp_path_factory) -> Iterator[dict[str, Started]]:
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize("line", [*LAUNCHES.values(), LATE])
+@pytest.mark.parametrize("line", list(LAUNCHES.values()) + [LATE])
 def test_a_launch_that_cannot_work_is_answered_by_one_line(launches, line) -> None:
     """Whatever launchers and other ranks say about it."""
     done = launches[line].finish()
@@ -265,7 +268,7 @@ def test_a_launcher_shows_a_crash_once(launch, tmp_path) -> None:
     script = tmp_path / "cls.py"
     host = os.uname().nodename
     script.write_text(FAILS)
-    started = [launch.start("multi_cpu", script, kind, tmp_path) for kind in ("raises", "killed")]
+    started = [launch.start("multi_cpu", [script, kind, tmp_path]) for kind in ("raises", "killed")]
     raised, killed = (each.finish() for each in started)
     assert raised.returncode == killed.returncode == 1
     process = rf"{host}: process \d+ \(local rank 1\)"
@@ -286,8 +289,8 @@ def print_to_a_full_disk() -> None:
 
 
 def test_a_run_outlives_its_terminal(forks, a_desk, tmp_path) -> None:
-    args = [*words_of(FIRST)[1:], "--data", a_desk / "pets", "--output_dir", tmp_path]
-    ended = forks(*args, before=print_to_a_full_disk)
+    args = split_command(FIRST)[1:] + ["--data", a_desk / "pets", "--output_dir", tmp_path]
+    ended = forks(args, before=print_to_a_full_disk)
     assert ended.code == 0 and re.fullmatch(
         ".*rest of it is lost.*No space left on device\n", ended.stderr
     ), ended

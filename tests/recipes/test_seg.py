@@ -28,18 +28,18 @@ def trained(forks, regions, tmp_path_factory) -> Outcome:
     for split in ("train", "val"):
         (data / "images" / split / "1.jpg").write_bytes(b"no image")
     args = ["--data", data] + WORDS + ["--output_dir", folder / "runs", "--name", "a"]
-    ended = forks(*args, "--max_broken_share", 0.5, recipe="seg", pictures=True)
+    ended = forks(args + ["--max_broken_share", 0.5], recipe="seg", pictures=True)
     assert ended.code == 0, ended
     return Outcome(stdout=ended.stdout, folder=folder / "runs/a")
 
 
-def evaluate(forks, run: Outcome, *flags: object) -> tuple[dict, str]:
+def evaluate(forks, run: Outcome, flags: list | tuple = ()) -> tuple[dict, str]:
     """The line of results of --eval_only, and the lines before it."""
-    args = ("--eval_only", run.folder, "--workers", 1, *flags)
-    ended = forks(*args, recipe="seg")
+    argv = ["--eval_only", run.folder, "--workers", 1] + list(flags)
+    ended = forks(argv, recipe="seg")
     assert ended.code == 0, ended
-    *before, line = ended.stdout.strip().splitlines()
-    return json.loads(line), "\n".join(before)
+    lines = ended.stdout.strip().splitlines()
+    return json.loads(lines[-1]), "\n".join(lines[:-1])
 
 
 def test_a_run_leaves_its_pictures_predictions_and_results(trained) -> None:
@@ -95,18 +95,17 @@ def test_other_data_are_matched_by_the_names_of_their_classes(trained, forks, tm
     for file in (data / "masks").rglob("*.png"):
         ids = NEW_IDS[np.asarray(Image.open(file))]
         Image.fromarray(ids.astype(np.uint8)).save(file)
-    results, text = evaluate(forks, trained, "--data", data)
+    results, text = evaluate(forks, trained, ["--data", data])
     assert "7 images of 2 classes, of the 3 that the model knows" in text
     assert list(results["per_class"]) == ["sky", "ground"]
     best = json.loads((trained.folder / "best/results.json").read_text())
-    report = json.loads(
-        (trained.folder / "evaluation").glob("best-val-*/results.json").__next__().read_text()
-    )
+    [file] = (trained.folder / "evaluation").glob("best-val-*/results.json")
+    report = json.loads(file.read_text())
     for name in ("sky", "ground"):  # the same pixels, in another place
         assert report["pixels"][name] == best["pixels"][name]
     (data / "classes.txt").write_text("sky\nwater\n")
     args = ("--eval_only", trained.folder, "--data", data)
-    ended = forks(*args, recipe="seg")
+    ended = forks(args, recipe="seg")
     assert ended.code == 2 and "does not know 1 of the 2 classes" in ended.stderr
 
 
@@ -114,8 +113,8 @@ def test_classes_without_a_pixel_are_named_once(forks, regions, tmp_path) -> Non
     data = shutil.copytree(regions, tmp_path / "data")
     unused = [f"unused {i}" for i in range(7)]
     (data / "classes.txt").write_text("\n".join(["ground", "leaf", "sky", *unused]))
-    words = ["--data", data, *WORDS, "--eval_every", 6, "--output_dir", tmp_path, "--name", "a"]
-    ended = forks(*words, recipe="seg")
+    words = ["--data", data] + WORDS + ["--eval_every", 6, "--output_dir", tmp_path, "--name", "a"]
+    ended = forks(words, recipe="seg")
     assert ended.code == 0, ended
     line = (
         "7 of 10 classes have no labelled pixel in the images to evaluate on, and are left out of "
@@ -141,7 +140,7 @@ def test_impossible_settings_are_refused_in_one_line(
     flags, message, forks, regions, tmp_path
 ) -> None:
     args = ["--data", regions] + WORDS + ["--output_dir", tmp_path] + flags.split()
-    ended = forks(*args, recipe="seg")
+    ended = forks(args, recipe="seg")
     assert ended.code == 2 and ended.stderr.startswith(f"seg.py: {message}"), ended
     assert len(ended.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())

@@ -86,7 +86,7 @@ def server(data):
         yield server
 
 
-def from_server(server, kind: str) -> str:
+def build_data_argument(server, kind: str) -> str:
     """The shards of both parts as `--data` names them."""
     base = f"{server.url}/{kind}"
     suffix = "tar" if kind == "tars" else "parquet"
@@ -97,20 +97,14 @@ def from_server(server, kind: str) -> str:
 @pytest.fixture(scope="module")
 def runs(run_several, scenes, data, server, tmp_path_factory):
     """Runs on one process and, from a server with faults, on three, which also end what one has begun."""
-    blocks = ["--data", from_server(server, "parquet"), "--shard_memory", 1]
+    blocks = ["--data", build_data_argument(server, "parquet"), "--shard_memory", 1]
     begun = ["--name", "begun", "--output_dir", tmp_path_factory.mktemp("begun")]
     single_rank_cases = {
         "files": ["--data", data / "files"],
         "tars": ["--data", data / "tars"],
         "parquet": ["--data", data / "parquet", "--workers", 2],
-        "tars from a server": [
-            "--data",
-            from_server(server, "tars"),
-            "--workers",
-            2,
-            "--cache",
-            32,
-        ],
+        "tars from a server": ["--data", build_data_argument(server, "tars")]
+        + ["--workers", 2, "--cache", 32],
         "blocks": blocks + ["--workers", 0],
         "first half": blocks + begun + ["--max_steps", 5],
     }
@@ -119,16 +113,16 @@ def runs(run_several, scenes, data, server, tmp_path_factory):
         "blocks": blocks + ["--workers", 3],
         "second half": blocks + begun,
         "evaluated": ["--data", data / "tars", "--eval_only", "BEST", "--split", "val"],
-        "tried": ["--data", from_server(server, "tars"), "--dry_run"],
+        "tried": ["--data", build_data_argument(server, "tars"), "--dry_run"],
     }
     cases = {name: WORDS + args for name, args in single_rank_cases.items()}
     boxes = {
         "folder": [scenes],
         "tars": [data / "boxes/*.tar"] + XYWH,
-        "parquet": [from_server(server, "boxes")] + XYWH,
+        "parquet": [build_data_argument(server, "boxes")] + XYWH,
     }
     cases |= {
-        f"boxes of {kind}": ["recipes/det.py", *BOXES, "--data", *args]
+        f"boxes of {kind}": ["recipes/det.py"] + BOXES + ["--data"] + args
         for kind, args in boxes.items()
     }
     outcomes = {1: run_several(1, cases, env=KEY)}
@@ -173,17 +167,9 @@ def test_shards_of_boxes_train_the_same_on_three_processes(runs, run_several, da
     """Of blocks also with mosaics, whose other images come from the same step."""
     args = BOXES + XYWH + ["--data"]
     det = {"recipe": "recipes/det.py", "env": KEY}
-    tars = [*args, data / "boxes/*.tar"]
-    blocks = [
-        *args,
-        from_server(server, "boxes"),
-        "--shard_memory",
-        1,
-        "--mosaic",
-        1,
-        "--mixup",
-        0.5,
-    ]
+    tars = args + [data / "boxes/*.tar"]
+    blocks = args + [build_data_argument(server, "boxes"), "--shard_memory", 1]
+    blocks += ["--mosaic", 1, "--mixup", 0.5]
     single_rank = {"tars": runs[1]["boxes of tars"]} | run_several(
         1, {"blocks": blocks + ["--workers", 2]}, **det
     )

@@ -38,7 +38,7 @@ assert len(said) == 1 and "0.5 s" in said[0] and time.perf_counter() - began < 2
 def test_a_hanging_start_is_left_behind(launch: Launcher, tmp_path: Path) -> None:
     nobody = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}"}
     began = time.monotonic()
-    ended = launch.start_python("-c", RUN, tmp_path, env=nobody).finish()
+    ended = launch.start_python(["-c", RUN, tmp_path], env=nobody).finish()
     assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", ""), ended
     assert time.monotonic() - began < 40, "W&B's own exit hook waits 60 s here"
 
@@ -65,7 +65,7 @@ tracker.finish()
 
 
 def test_the_worst_images_are_a_table_with_pictures(launch: Launcher, tmp_path: Path) -> None:
-    ended = launch.start_python("-c", TABLE, tmp_path).finish()
+    ended = launch.start_python(["-c", TABLE, tmp_path]).finish()
     assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", ""), ended
     (file,) = tmp_path.glob("wandb/*run-*/files/media/table/eval/worst_*.table.json")
     table = json.loads(file.read_text())

@@ -1,6 +1,6 @@
 """Finished runs that tests of tools look at: made once per session. Copy what a test changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,10 +12,10 @@ from tests.harness.runs import start_tool, train_once
 
 @pytest.fixture(scope="session")
 def run_tool(forks: Forks) -> Callable[..., list[Ended]]:
-    """`run_tool(2, "compare", run, other)`: how two ranks of a tool have ended, which they must do well."""
+    """`run_tool(2, "compare", [run, other])`: how two ranks of a tool have ended, which they must do well."""
 
-    def run(ranks: int, tool: str, *args: object) -> list[Ended]:
-        ended = [rank.end(300) for rank in start_tool(forks, ranks, tool, *args)]
+    def run(ranks: int, tool: str, argv: Sequence[object]) -> list[Ended]:
+        ended = [rank.end(300) for rank in start_tool(forks, ranks, tool, argv)]
         assert {rank.code for rank in ended} == {0}, ended
         return ended
 
@@ -29,10 +29,9 @@ def trained_classifier(launch: Launcher, tmp_path_factory) -> Path:
     """
     with train_once(tmp_path_factory, "cls") as (run, is_to_be_made):
         if is_to_be_made:
-            args = ["--config", "recipes/presets/digits.yaml", "--epochs", 5, "--name", run.name]
-            done = launch(
-                "multi_cpu", "recipes/cls.py", *args, "--output_dir", run.parent, timeout=300
-            )
+            argv = ["recipes/cls.py", "--config", "recipes/presets/digits.yaml", "--epochs", 5]
+            argv += ["--output_dir", run.parent, "--name", run.name]
+            done = launch("multi_cpu", argv, timeout=300)
             assert done.returncode == 0, done.stderr
     return run
 

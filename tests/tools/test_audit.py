@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.classification import sources
-from tests.harness.runs import refusal
+from tests.harness.runs import catch_refusal
 from tools.audit.__main__ import main, write_table
 
 SHARE = 0.05  # of the labels
@@ -44,7 +44,7 @@ def runs(run_several, tmp_path_factory) -> dict[str, Path]:
         )
     (folder / "data.csv").write_text("\n".join(table))
     argv = ["--data", folder / "data.csv", "--output_dir", folder / "runs"]
-    cases = {"preset": [*DIGITS.split(), *argv, "--epochs", 6], "exact": [*EXACT.split(), *argv]}
+    cases = {"preset": DIGITS.split() + argv + ["--epochs", 6], "exact": EXACT.split() + argv}
     runs = run_several(2, cases, timeout=600)
     assert not {name: run.text for name, run in runs.items() if run.outcome != "ok"}
     return {name: run.folder for name, run in runs.items()}
@@ -52,7 +52,7 @@ def runs(run_several, tmp_path_factory) -> dict[str, Path]:
 
 def test_changed_labels_are_found(runs, run_tool) -> None:
     """Else a user would mend what is right."""
-    main_rank, other_rank = run_tool(2, "audit", runs["preset"], "--workers", 0)
+    main_rank, other_rank = run_tool(2, "audit", [runs["preset"], "--workers", 0])
     assert "labels are likely wrong" in main_rank.stdout and not other_rank.stdout
     rows = [row for row in suspicious(runs["preset"]) if row["verdict"] == "likely wrong"]
     true = [Path(row["image"]).stem.partition("_")[0] for row in rows]
@@ -71,9 +71,9 @@ def test_changed_labels_are_found(runs, run_tool) -> None:
 
 def test_the_verdicts_are_the_same_on_any_layout(runs, run_tool, tmp_path) -> None:
     checkpoint = runs["exact"] / "checkpoints/step_00000024"
-    argv = ("audit", checkpoint, "--workers", 0, "-o")
-    run_tool(1, *argv, tmp_path / "one")
-    run_tool(2, *argv, tmp_path / "two", "--max_micro_batch_size", 6)
+    argv = [checkpoint, "--workers", 0, "-o"]
+    run_tool(1, "audit", argv + [tmp_path / "one"])
+    run_tool(2, "audit", argv + [tmp_path / "two", "--max_micro_batch_size", 6])
     one, two = (suspicious(tmp_path / name) for name in ("one", "two"))
     assert len(one) >= 20 and not (runs["exact"] / "suspicious.csv").exists()
     for key in ("rank", "verdict", "image", "label", "suggested"):
@@ -85,17 +85,8 @@ def test_the_verdicts_are_the_same_on_any_layout(runs, run_tool, tmp_path) -> No
 def test_a_detector_is_audited_at_a_quarter_of_its_run(
     run_several, scenes, run_tool, tmp_path
 ) -> None:
-    argv = [
-        "--data",
-        scenes,
-        "--output_dir",
-        tmp_path,
-        "--max_steps",
-        8,
-        "--checkpoint_every",
-        2,
-        "--keep_for_audit",
-    ]
+    argv = ["--data", scenes, "--output_dir", tmp_path]
+    argv += "--max_steps 8 --checkpoint_every 2 --keep_for_audit".split()
     run = run_several(2, {"boxes": argv}, recipe="recipes/det.py")["boxes"]
     assert run.outcome == "ok", run.text
     assert [path.name for path in (run.folder / "audit").iterdir()] == ["step_00000002"]
@@ -103,13 +94,13 @@ def test_a_detector_is_audited_at_a_quarter_of_its_run(
         "step_00000006",
         "step_00000008",
     ]
-    (ended,) = run_tool(1, "audit", run.folder, "--workers", 0)
+    (ended,) = run_tool(1, "audit", [run.folder, "--workers", 0])
     assert "audit/step_00000002: " in ended.stdout and "are worth a look, in " in ended.stdout
     assert suspicious(run.folder) is not None and (run.folder / "pictures/suspicious.png").exists()
 
 
 def test_what_can_not_be_audited_is_refused_in_one_line(runs, tmp_path) -> None:
-    assert "no checkpoint in its checkpoints/" in refusal(main, tmp_path)
+    assert "no checkpoint in its checkpoints/" in catch_refusal(main, [tmp_path])
 
 
 def test_a_table_has_no_formulas(tmp_path) -> None:

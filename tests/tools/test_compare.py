@@ -17,7 +17,7 @@ from common.detection.data.annotated import Annotated
 from common.detection.evaluation.metrics import Detections
 from common.run.past_run import PastRun
 from tests.harness.detections import make_awkward_objects
-from tests.harness.runs import copy_run, read, refusal
+from tests.harness.runs import catch_refusal, copy_run, read
 from tests.tools.calls import call_tool
 from tests.tools.changed import update_json
 from tools.compare import bootstrap
@@ -127,9 +127,9 @@ def copy_worse(run: Path, copy: Path, noise: float) -> Path:
     return copy
 
 
-def compare_runs(capsys, output: Path, *args: object) -> tuple[str, dict]:
+def compare_runs(capsys, output: Path, args: list) -> tuple[str, dict]:
     """Compare; return what is printed, and comparison.json."""
-    call_tool(main, *args, "-o", output)
+    call_tool(main, args + ["-o", output])
     return capsys.readouterr().out, read(output / "comparison.json")
 
 
@@ -139,10 +139,10 @@ def test_a_worse_classifier_is_told_from_better_and_equal_ones(
     worse = copy_worse(trained_classifier, tmp_path / "other", 0.8)
     copy = copy_run(trained_classifier, tmp_path / "copy")
     recipes = ["--recipe", "recipes/cls.py", "--recipe", worse / "source" / "cls.py"]
-    args = [trained_classifier, worse, copy, *recipes, "--workers", 0]
-    ended = run_tool(2, "compare", *args, "-o", tmp_path / "two")
+    args = [trained_classifier, worse, copy] + recipes + ["--workers", 0]
+    ended = run_tool(2, "compare", args + ["-o", tmp_path / "two"])
     assert "".join(rank.stdout for rank in ended).count("is it more than noise?") == 1
-    text, comparison = compare_runs(capsys, tmp_path / "one", *args)
+    text, comparison = compare_runs(capsys, tmp_path / "one", args)
     assert read(tmp_path / "two" / "comparison.json") == comparison
     changed_line = "+    torch.numel(torch.ones(1))"
     for text_part in (
@@ -168,8 +168,8 @@ def test_a_worse_classifier_is_told_from_better_and_equal_ones(
 def test_a_worse_detector_is_told_from_a_better_one(trained_detector, tmp_path, capsys) -> None:
     worse = copy_worse(trained_detector, tmp_path / "other", 0.3)
     recipes = ["--recipe", "recipes/det.py", "--recipe", worse / "source" / "det.py"]
-    args = [trained_detector, worse, *recipes, "--workers", 0]
-    text, comparison = compare_runs(capsys, tmp_path / "out", *args)
+    args = [trained_detector, worse] + recipes + ["--workers", 0]
+    text, comparison = compare_runs(capsys, tmp_path / "out", args)
     assert "AP on digits: fixed scenes" in text and "larger than noise" in text
     (changed,) = comparison["differences"]
     recorded = PastRun(trained_detector).results["AP"]
@@ -181,15 +181,15 @@ def test_a_worse_detector_is_told_from_a_better_one(trained_detector, tmp_path, 
 def test_what_folders_record_needs_no_model(trained_classifier, tmp_path, capsys) -> None:
     copy = copy_run(trained_classifier, tmp_path / "copy")
     killed = tmp_path / "killed"
-    text, _ = compare_runs(capsys, tmp_path / "out", trained_classifier, copy, "--recorded")
+    args = [trained_classifier, copy, "--recorded"]
+    text, _ = compare_runs(capsys, tmp_path / "out", args)
     assert "configuration: what differs\n  nothing\n" in text
     assert "source, cls and copy: the same" in text
     killed.mkdir()
     for name in ("config.yaml", "summary.json", "log.txt"):
         shutil.copy(trained_classifier / name, killed)
-    text, comparison = compare_runs(
-        capsys, tmp_path / "out", trained_classifier, killed, "--recorded"
-    )
+    args = [trained_classifier, killed, "--recorded"]
+    text, comparison = compare_runs(capsys, tmp_path / "out", args)
     assert "recipe source, cls and killed: not recorded by both" in text and "noise" not in text
     finished_run, killed_run = comparison["runs"]
     assert finished_run["best"] == killed_run["best"] and finished_run["best"]["step"] > 0
@@ -202,7 +202,7 @@ def test_what_can_not_be_compared_is_refused_by_name(
     boxes = copy_run(trained_detector, tmp_path / "boxes")
     config = read(boxes / "best" / "run.json")["config"]
     update_json(boxes / "best" / "run.json", config=config | {"data": str(scenes)})
-    text = refusal(main, trained_detector, boxes, "--workers", 0)
+    text = catch_refusal(main, [trained_detector, boxes, "--workers", 0])
     assert (
         f"{trained_detector} and {boxes}: would be evaluated on different images or labels "
         "(digits: " in text
@@ -213,4 +213,4 @@ def test_what_can_not_be_compared_is_refused_by_name(
         ((trained_classifier,), "name at least two runs"),
         ((trained_classifier, tmp_path), f"{tmp_path}: is no run folder"),
     ):
-        assert message in refusal(main, *args)
+        assert message in catch_refusal(main, args)

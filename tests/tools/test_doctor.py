@@ -63,7 +63,9 @@ main()
 """
 
 
-def exported(rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
+def build_environment(
+    rank: int, world_size: int, port: int, address: str = "127.0.0.1"
+) -> dict[str, str]:
     """What a person exports for a process of its own machine, who starts the ranks by hand."""
     environ = {"RANK": rank, "GROUP_RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     world = {
@@ -80,7 +82,7 @@ def exported(rank: int, world_size: int, port: int, address: str = "127.0.0.1") 
     return {name: str(value) for name, value in (environ | world | cpu).items()}
 
 
-def rows_of(file: Path) -> dict[tuple[str, str], dict]:
+def read_findings(file: Path) -> dict[tuple[str, str], dict]:
     """The findings in a file of --json, by check and place."""
     return {(row["check"], row["place"]): row for row in json.loads(file.read_text())["findings"]}
 
@@ -90,20 +92,17 @@ def test_a_check_that_fails_on_one_rank_keeps_no_other(launch, tmp_path) -> None
     dead = tmp_path / "dead.json"
     hung = tmp_path / "hung.json"
     script.write_text(FAULTY)
-    dying = launch.start("multi_cpu", script, "--json", dead, "dies")
+    dying = launch.start("multi_cpu", [script, "--json", dead, "dies"])
     port = free_port()
     one_machine = {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    both = [
-        launch.start_python(
-            *(script, "--json", hung, "hangs"),
-            env=exported(rank, 2, port) | one_machine | {"LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    done = [started.finish() for started in (dying, *both)]
+    started = [dying]
+    for rank in range(2):
+        env = build_environment(rank, 2, port) | one_machine | {"LOCAL_RANK": str(rank)}
+        started.append(launch.start_python([script, "--json", hung, "hangs"], env=env))
+    done = [each.finish() for each in started]
     assert [each.returncode for each in done] == [1, 1, 1] and dead.exists(), done
     for file in (dead, hung):
-        rows = rows_of(file)
+        rows = read_findings(file)
         failed = {
             check: row["way_out"] for (check, _), row in rows.items() if row["status"] == "failed"
         }
@@ -113,9 +112,11 @@ def test_a_check_that_fails_on_one_rank_keeps_no_other(launch, tmp_path) -> None
         host = rows[("adds", "all")] and json.loads(file.read_text())["hosts"][1]
         assert rows["alone", f"rank 1 ({host})"]["status"] == "failed"
         assert rows["alone", f"rank 0 ({host})"]["status"] == "ok"
-    assert "stuck in hangs" in rows_of(hung)["hangs", f"rank 1 ({host})"]["way_out"]
-    assert rows_of(hung)["hangs", f"rank 0 ({host})"]["measured"] == "waited 2 s for other ranks"
-    assert rows_of(dead)["dies", f"rank 1 ({host})"]["measured"] == "no answer"
+    assert "stuck in hangs" in read_findings(hung)["hangs", f"rank 1 ({host})"]["way_out"]
+    assert (
+        read_findings(hung)["hangs", f"rank 0 ({host})"]["measured"] == "waited 2 s for other ranks"
+    )
+    assert read_findings(dead)["dies", f"rank 1 ({host})"]["measured"] == "no answer"
     table = done[0].stdout
     assert re.search(
         r"^failed +exchange +rank 1 .*: raised\n +-> OSError: lost in exchange", table, re.M
@@ -128,12 +129,14 @@ def test_processes_that_can_not_meet_say_who_waits_for_what(launch, tmp_path) ->
     port = free_port()
     files = [tmp_path / f"{rank}.json" for rank in range(2)]
     argv = ["-m", "tools.doctor", "--wait", 1, "--only", "launch,network", "--json"]
-    worlds = exported(0, 2, free_port()), exported(1, 2, port)  # nobody listens at that port
+    # Nobody listens at the second's port.
+    ports = (free_port(), port)
     started = [
-        launch.start_python(*argv, *pair, env=env) for *pair, env in zip(files, worlds, strict=True)
+        launch.start_python(argv + [files[rank]], env=build_environment(rank, 2, ports[rank]))
+        for rank in range(2)
     ]
     assert [each.finish().returncode for each in started] == [1, 1]
-    waits, knocks = (rows_of(file)["network: meeting", "all"] for file in files)
+    waits, knocks = (read_findings(file)["network: meeting", "all"] for file in files)
     assert "rank 1 of 2 did not come within 1 s; there are ranks of " in waits["way_out"]
     assert (
         f"can't meet the others at 127.0.0.1:{port}" in knocks["measured"]
@@ -142,14 +145,13 @@ def test_processes_that_can_not_meet_say_who_waits_for_what(launch, tmp_path) ->
 
 
 def test_checks_are_chosen_by_their_first_words(forks, tmp_path) -> None:
-    done = start_tool(
-        forks, 1, "doctor", "--only", "network,launch", "--json", tmp_path / "found.json"
-    )[0].end()
-    report = json.loads((tmp_path / "found.json").read_text())
+    argv = ["--only", "network,launch", "--json", tmp_path / "report.json"]
+    done = start_tool(forks, 1, "doctor", argv)[0].end()
+    report = json.loads((tmp_path / "report.json").read_text())
     check_names = {row["check"].partition(":")[0] for row in report["findings"]}
     assert done.code in (0, 1) and check_names == {"launch"}
     assert report["processes"] == 1 and report["seconds"] < 60
-    ended = [rank.end() for rank in start_tool(forks, 2, "doctor", "--wait", "soon")]
+    ended = [rank.end() for rank in start_tool(forks, 2, "doctor", ["--wait", "soon"])]
     (line,) = "".join(rank.stderr for rank in ended).splitlines()  # of both ranks
     assert (
         {rank.code for rank in ended} == {2}
@@ -166,18 +168,9 @@ def test_checks_are_chosen_by_their_first_words(forks, tmp_path) -> None:
 
 
 def test_a_rehearsal_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path) -> None:
-    argv = [
-        "--only",
-        "rehearsal",
-        "recipes/cls.py",
-        "--data",
-        "digits",
-        "--output_dir",
-        tmp_path,
-        "--workers",
-        "0",
-    ]
-    started = launch.start_python("-m", "tools.doctor", *argv)
+    argv = "--only rehearsal recipes/cls.py --data digits --workers 0 --output_dir".split()
+    argv.append(tmp_path)
+    started = launch.start_python(["-m", "tools.doctor"] + argv)
     for _ in Limit(120).turns():
         runs = psutil.Process(started.process.pid).children(recursive=True)
         # Imports start processes, too.
@@ -195,35 +188,21 @@ def test_a_rehearsal_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path
 def test_a_rehearsal_trains_and_leaves_nothing(launch, tmp_path) -> None:
     argv = ["--output_dir", str(tmp_path / "runs"), "--global_batch_size", "16"]
     (tmp_path / "runs").mkdir()
-    flags = ["--config", "recipes/presets/digits.yaml", *argv]
-    of_tool = [
-        "-m",
-        "tools.doctor",
-        "--only",
-        "rehearsal",
-        "--json",
-        tmp_path / "found.json",
-        "recipes/cls.py",
-    ]
-    done = launch("multi_cpu", *of_tool, *flags, timeout=240)
+    flags = ["--config", "recipes/presets/digits.yaml"] + argv
+    tool = ["-m", "tools.doctor", "--only", "rehearsal", "--json", tmp_path / "report.json"]
+    done = launch("multi_cpu", tool + ["recipes/cls.py"] + flags, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {
         check: row
-        for (check, _), row in rows_of(tmp_path / "found.json").items()
+        for (check, _), row in read_findings(tmp_path / "report.json").items()
         if check != "rehearsal: slowest"
     }
     assert rows.keys() == {"rehearsal: steps", "rehearsal: memory", "rehearsal: checkpoint"}
     figures = rows["rehearsal: steps"]["figures"]
-    assert (
-        figures["samples"] == 16
-        and figures["checkpoint_bytes"] > 10**6
-        and figures["memory"] > 2**27
-    )
-    options = build_parser().parse_args(["recipes/cls.py", *flags, "--model", "no_such_model"])
+    assert figures["samples"] == 16
+    assert figures["checkpoint_bytes"] > 10**6 and figures["memory"] > 2**27
+    options = build_parser().parse_args(["recipes/cls.py"] + flags + ["--model", "no_such_model"])
     (row,) = rehearsal.rehearse(World(Launch("python"), options, torch.device("cpu"), ranks=[0]))
-    assert (
-        row.status == "failed"
-        and "did not make 4 steps" in row.measured
-        and "no_such_model" in row.way_out
-    )
+    assert row.status == "failed" and "did not make 4 steps" in row.measured
+    assert "no_such_model" in row.way_out
     assert not any((tmp_path / "runs").iterdir())

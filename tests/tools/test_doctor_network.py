@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from tests.harness.debian import require_package
 from tests.harness.machines import Node
-from tests.tools.test_doctor import exported, rows_of
+from tests.tools.test_doctor import build_environment, read_findings
 
 PORT = 20500  # below those that the system chooses
 # All but the rehearsal, which needs machines that are well.
@@ -37,16 +37,16 @@ def test_a_slow_link_and_an_odd_mtu_are_named(nodes: Callable[..., list[Node]], 
     run("ip", "-n", sick.space, "link", "set", "eth0", "mtu", 1400)
     slow = "root tbf rate 300mbit burst 256kb latency 50ms".split()
     run("tc", "-n", sick.space, "qdisc", "add", "dev", "eth0", *slow)
-    argv = ["-m", "tools.doctor", *ONLY, "--json", file]
+    argv = ["-m", "tools.doctor"] + ONLY + ["--json", file]
     started = [
-        node.start_python(*argv, env=exported(rank, 2, PORT, well.address))
+        node.start_python(argv, env=build_environment(rank, 2, PORT, well.address))
         for rank, node in enumerate((well, sick))
     ]
     done = [each.finish() for each in started]
     assert [each.returncode for each in done] == [0, 0], (
         done[0].stdout + done[0].stderr + done[1].stderr
     )
-    rows = rows_of(file)
+    rows = read_findings(file)
     failed, warned, good = (summary(rows, status) for status in ("failed", "warning", "ok"))
     assert not failed and warned["network: MTU"] == "node1: MTU 1400 instead of 1500"
     links = [
@@ -77,14 +77,14 @@ def test_a_firewall_is_named_where_the_run_would_wait(
     for rule in rules:
         run("ip", "netns", "exec", walled.space, "nft", rule)
     file = tmp_path / "found.json"
-    argv = ["-m", "tools.doctor", *ONLY, "--json", file]
+    argv = ["-m", "tools.doctor"] + ONLY + ["--json", file]
     started = [
-        node.start_python(*argv, env=exported(rank, 2, PORT, first.address))
+        node.start_python(argv, env=build_environment(rank, 2, PORT, first.address))
         for rank, node in enumerate((first, walled))
     ]
     done = [each.finish() for each in started]
     assert [each.returncode for each in done] == [1, 1], done[0].stdout + done[0].stderr
-    rows = rows_of(file)
+    rows = read_findings(file)
     assert [key for key, row in rows.items() if row["status"] == "failed"] == [
         ("network: ports", "all")
     ]

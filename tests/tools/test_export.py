@@ -28,7 +28,7 @@ from tests.tools.changed import update_json
 from tools.export import classifier, formats, verify
 from tools.export.__main__ import load_task, main
 
-QUICK = ("--workers", "0")
+QUICK = ["--workers", "0"]
 
 
 def check(folder: Path, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
@@ -52,7 +52,7 @@ def test_every_format_is_the_model_that_was_measured(trained_classifier, tmp_pat
     recorded = read(run / "best" / "results.json")
     main([str(run), "--to", "onnx", "--workers", "1"])
     for name in ("torch_export", "openvino"):
-        main([str(run / "best"), "--to", name, *QUICK])
+        main([str(run / "best"), "--to", name] + QUICK)
     assert sorted(path.name for path in (run / "export").iterdir()) == [
         "onnx",
         "openvino",
@@ -123,8 +123,7 @@ def test_another_preprocessing_is_refused_by_image_names(
         "torch_export",
         "--data",
         str(tmp_path / "data"),
-        *QUICK,
-    ]
+    ] + QUICK
     output = tmp_path / "new" / "folder"
     right = classifier.build_preprocessing
     monkeypatch.setattr(
@@ -134,16 +133,16 @@ def test_another_preprocessing_is_refused_by_image_names(
         Refused,
         match=r"of 12 images differ .*\d+\.png: \d 0\.\d+ -> \d 0\.\d+.*nothing was written",
     ):
-        main([*argv, "-o", str(output)])
+        main(argv + ["-o", str(output)])
     assert not output.parent.exists()
-    main([*argv, "-o", str(output), "--differing", "12"])
+    main(argv + ["-o", str(output), "--differing", "12"])
     figures = read(output / "export.json")["validation"]
     assert (
         0 < figures["differing"] <= 12 and figures["largest_difference"] > classifier.MAX_DIFFERENCE
     )
     # The right one is accepted on the same images, and replaces the export.
     monkeypatch.undo()
-    main([*argv, "-o", str(output)])
+    main(argv + ["-o", str(output)])
     assert read(output / "export.json")["validation"]["differing"] == 0
     assert [path.name for path in output.parent.iterdir()] == ["folder"]
 
@@ -241,7 +240,10 @@ def test_several_labels_have_a_probability_each(tmp_path) -> None:
         list(
             map(
                 str,
-                [tmp_path / "best", "--to", "torch_export", *flags, "-o", tmp_path / "out", *QUICK],
+                [tmp_path / "best", "--to", "torch_export"]
+                + flags
+                + ["-o", tmp_path / "out"]
+                + QUICK,
             )
         )
     )
@@ -276,7 +278,7 @@ def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, t
         f"{source[:begin]}        model = {module_source}\n{source[end:]}"
     )
     named = ["--recipe", str(tmp_path / "source" / "mine.py")]
-    main([str(tmp_path / "best"), "--to", "torch_export", *named, *QUICK])
+    main([str(tmp_path / "best"), "--to", "torch_export"] + named + QUICK)
     about = read(tmp_path / "export" / "torch_export" / "export.json")
     assert about["validation"]["differing"] == 0 and about["validation"]["images"] == 359
 
@@ -296,7 +298,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(
         ([tmp_path / "best"], r"--data"),
     ):
         with pytest.raises(Refused, match=message):
-            main([*map(str, args), "--to", "torch_export", *QUICK])
+            main(list(map(str, args)) + ["--to", "torch_export"] + QUICK)
 
     class Counting(torch.nn.Module):
         def forward(self, images):

@@ -56,7 +56,7 @@ SPECS = {
 MASKS = {"mask_rcnn": "masks", "rf_detr_seg": "mask_logits"}
 # Of class scores, which random weights hardly tell difference.
 CONTRAST = {"faster_rcnn": 30, "mask_rcnn": 30}
-DETECTIONS = ("boxes", "scores", "labels")
+DETECTIONS = ["boxes", "scores", "labels"]
 EVERYWHERE = ("onnx", "openvino", "torch_export")
 
 
@@ -126,7 +126,9 @@ def evaluated(
 
 
 def outputs_of(family: str) -> list[str]:
-    return [*DETECTIONS, *([MASKS[family]] if family in MASKS else [])]
+    if family in MASKS:
+        return DETECTIONS + [MASKS[family]]
+    return DETECTIONS
 
 
 def found_by(module: torch.nn.Module, pixels: np.ndarray) -> dict[str, np.ndarray]:

@@ -68,7 +68,7 @@ def test_a_report_has_the_numbers_of_the_run_and_of_any_layout(run, reported, fo
     assert drawn == {"confusion.png", "mistakes.png", "reliability.png"}
     assert drawn < {path.name for path in (run / "pictures").iterdir()}
 
-    alone = printed(forks("--eval_only", run / "best", "--workers", 0))
+    alone = printed(forks(["--eval_only", run / "best", "--workers", 0]))
     second_report = report_in(run / "evaluation/best-held_out")
     assert second_report.pop("loss") == pytest.approx(report.pop("loss"), rel=1e-6)
     assert second_report == report and alone["thresholds"] == report["thresholds"]

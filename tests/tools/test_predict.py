@@ -26,7 +26,7 @@ from common.errors import Refused
 from common.launching import launch as launching
 from tests.harness.drawings import picture, save_colours
 from tests.harness.launching import ROOT, inherit_environment
-from tests.harness.runs import read, read_rows, refusal, start_tool
+from tests.harness.runs import catch_refusal, read, read_rows, start_tool
 from tests.harness.shards import list_class_images, write_parquet, write_tars
 from tests.tools.calls import call_tool
 from tools.predict.__main__ import main
@@ -89,17 +89,17 @@ def coco_folder(trained_detector, tmp_path_factory) -> Path:
     return folder
 
 
-def predict(*args: object, tmp_path: Path) -> list[dict]:
+def predict(tmp_path: Path, args: list) -> list[dict]:
     """Call the tool in this process and read the rows that it writes."""
     output = tmp_path / "rows.jsonl"
-    call_tool(main, *args, "-o", output, "--overwrite", "--workers", 0)
+    call_tool(main, args + ["-o", output, "--overwrite", "--workers", 0])
     return read_rows(output)
 
 
-def predict_csv(*args: object, tmp_path: Path) -> list[dict]:
+def predict_csv(tmp_path: Path, args: list) -> list[dict]:
     """As `predict`, with a table."""
     output = tmp_path / "rows.csv"
-    call_tool(main, *args, "-o", output, "--overwrite", "--format", "csv")
+    call_tool(main, args + ["-o", output, "--overwrite", "--format", "csv"])
     return list(csv.DictReader(io.StringIO(output.read_text())))
 
 
@@ -120,10 +120,10 @@ def test_top1_is_that_of_the_run_and_of_timm(launch, trained_classifier, digits,
     files = sorted(str(path) for path in digits.rglob("*.png"))
     best = trained_classifier / "best"
     args = [trained_classifier, digits, "-o", tmp_path / "two.jsonl", "--max_micro_batch_size", 16]
-    done = launch("multi_cpu", "-m", "tools.predict", *args, "--workers", 1)
+    done = launch("multi_cpu", ["-m", "tools.predict"] + args + ["--workers", 1])
     assert done.returncode == 0 and not done.stdout, done.stderr
     assert done.stderr.count("359 images") == 1, done.stderr
-    predictions = predict(best, digits, "--max_micro_batch_size", 16, tmp_path=tmp_path)
+    predictions = predict(tmp_path, [best, digits, "--max_micro_batch_size", 16])
     assert (tmp_path / "rows.jsonl").read_text() == (tmp_path / "two.jsonl").read_text()
     assert [row["file"] for row in predictions] == files and len(files) == 359
     top1 = [row["predictions"][0] for row in predictions]
@@ -134,7 +134,7 @@ def test_top1_is_that_of_the_run_and_of_timm(launch, trained_classifier, digits,
     (tmp_path / "script.py").write_text(SCRIPT)
     assert len(SCRIPT.splitlines()) <= 29  # of them 12 open every kind of file
     done = subprocess.run(
-        [sys.executable, tmp_path / "script.py", best, *files],
+        [sys.executable, tmp_path / "script.py", best] + files,
         capture_output=True,
         text=True,
         check=True,
@@ -164,9 +164,9 @@ def test_images_in_shards_give_the_rows_of_their_files(
     tars = tmp_path / "train-{000..002}.tar"
     parquet = f"{tmp_path}/*.parquet"
 
-    from_files = predict_csv(run, *files, "--workers", 0, tmp_path=tmp_path)
-    from_tars = predict_csv(run, "--data", tars, "--workers", 0, tmp_path=tmp_path)
-    from_parquet = predict_csv(run, "--data", parquet, tmp_path=tmp_path)
+    from_files = predict_csv(tmp_path, [run] + files + ["--workers", 0])
+    from_tars = predict_csv(tmp_path, [run, "--data", tars, "--workers", 0])
+    from_parquet = predict_csv(tmp_path, [run, "--data", parquet])
     assert len(from_files) >= len(files) > 30
     assert any("not an image" in row["error"] for row in from_files)
 
@@ -189,24 +189,24 @@ def test_pycocotools_finds_the_recorded_ap_in_the_coco_output(
     truth = coco_folder / "instances.json"
     val = coco_folder / "val"
     args = [trained_detector, val, "--format", "coco", "--images_of", truth, "--workers", 0, "-o"]
-    run_tool(2, "predict", *args, output)
-    call_tool(main, *args, tmp_path / "one.json")
+    run_tool(2, "predict", args + [output])
+    call_tool(main, args + [tmp_path / "one.json"])
     assert output.read_text() == (tmp_path / "one.json").read_text()
     recorded = read(trained_detector / "best" / "results.json")
     expected = [recorded[name] for name in ("AP", "AP50", "AP75", "APs", "APm")]
     assert recorded["AP"] > 0.05
     assert compute_coco_metrics(truth, output) == pytest.approx(expected, abs=1e-6)
 
-    complete = predict(trained_detector, val, "--threshold", 0, tmp_path=tmp_path)
+    complete = predict(tmp_path, [trained_detector, val, "--threshold", 0])
     assert sum(len(row["predictions"]) for row in complete) == len(read(output))
-    best = predict(trained_detector, val, "--threshold", 0.2, "--top", 2, tmp_path=tmp_path)
+    best = predict(tmp_path, [trained_detector, val, "--threshold", 0.2, "--top", 2])
     for row, best_row in zip(complete, best, strict=True):
         confident = [box for box in row["predictions"] if box["score"] >= 0.2]
         assert best_row["predictions"] == confident[:2]
     args = [trained_detector, val / "1.png"]  # fewer than ranks
-    main_rank, _ = run_tool(2, "predict", *args, "--workers", 0)
+    main_rank, _ = run_tool(2, "predict", args + ["--workers", 0])
     rows = [json.loads(line) for line in main_rank.stdout.splitlines()]
-    assert rows == predict(*args, tmp_path=tmp_path)
+    assert rows == predict(tmp_path, args)
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_files_that_cannot_be_read_are_rows_with_a_reason(
     folder, reasons = odd_files
     pictures = tmp_path / "drawn"
     run = request.getfixturevalue({"cls": "trained_classifier", "det": "trained_detector"}[recipe])
-    rows = predict(run, folder, folder / "never.png", "--draw", pictures, tmp_path=tmp_path)
+    rows = predict(tmp_path, [run, folder, folder / "never.png", "--draw", pictures])
     drawn = sorted(pictures.iterdir())
     readable = [i for i, row in enumerate(rows) if "error" not in row]
     assert [int(path.name[:6]) for path in drawn] == readable
@@ -265,7 +265,7 @@ def test_files_that_cannot_be_read_are_rows_with_a_reason(
     assert f"1 (.txt) beside the images are not read, first {folder}/notes.txt" in stderr
     assert "13 images, 7 with an error" in stderr
 
-    lines = predict_csv(run, folder, "--workers", 0, "--threshold", 0.1, tmp_path=tmp_path)
+    lines = predict_csv(tmp_path, [run, folder, "--workers", 0, "--threshold", 0.1])
     files = {line["file"] for line in lines}
     assert len(files) == 12 and str(folder / "new\nline.png") in files
     assert sum(bool(line["error"]) for line in lines) == 6
@@ -378,24 +378,24 @@ def test_what_cannot_be_done_is_refused_in_one_line(
             "names no shard; give a file, a folder, or a pattern",
         ),
         (trained_classifier, [image, "--top", 0], "--top 0: must be at least 1"),
-        (trained_classifier, [*coco, old], "for detectors"),
+        (trained_classifier, coco + [old], "for detectors"),
         (trained_detector, [image, "--format", "coco"], "with --images_of JSON"),
         (trained_classifier, [image, "--learning_rate", 3], "unknown flag --learning_rate"),
         (trained_classifier, [image, "-o", old], "old: exists; name another, or add --overwrite"),
         (trained_classifier, [image, "--draw", "/dev/null/x"], "--draw /dev/null/x: "),
-        (trained_detector, [*coco, old], "not COCO's annotations"),
-        (trained_detector, [*coco, empty], "is none of the 0 images"),
-        (trained_detector, [*coco, foreign], "has no category 1, 2"),
+        (trained_detector, coco + [old], "not COCO's annotations"),
+        (trained_detector, coco + [empty], "is none of the 0 images"),
+        (trained_detector, coco + [foreign], "has no category 1, 2"),
         (
             trained_detector,
-            [*coco, foreign, *overwriting],
+            coco + [foreign] + overwriting,
             "is the file of --images_of; name another",
         ),
         (tmp_path, [image], "neither config.json nor manifest.json"),
     ):
         if "--learning_rate" not in args:
             args = args + ["--workers", 0]
-        assert text in refusal(main, run, *args)
+        assert text in catch_refusal(main, [run] + args)
         assert sorted(os.listdir(tmp_path)) == ["empty", "old", "other"], args
     assert old.read_text() == "old"
 
@@ -412,7 +412,7 @@ def test_rows_stream_and_a_kill_leaves_no_file(forks, trained_classifier, digits
     file_list = tmp_path / "list.txt"
     file_list.write_text("".join(f"{folder}\n" for folder in folders))
     args = [trained_classifier, f"@{file_list}", "--workers", 1, "--max_micro_batch_size", 16, "-o"]
-    (leaver,) = start_tool(forks, 1, "predict", *args, pipe)
+    (leaver,) = start_tool(forks, 1, "predict", args + [pipe])
     with pipe.open() as reader:
         first_file = folders[0] / "0" / min(os.listdir(digits / "0"))
         assert json.loads(reader.readline())["file"] == str(first_file)
@@ -421,20 +421,20 @@ def test_rows_stream_and_a_kill_leaves_no_file(forks, trained_classifier, digits
     assert done.code == 0 and "Traceback" not in done.stderr, done.stderr
 
     output = tmp_path / "rows.jsonl"
-    (killed,) = start_tool(forks, 1, "predict", *args, output)
+    (killed,) = start_tool(forks, 1, "predict", args + [output])
     draft = tmp_path / ".rows.jsonl.tmp"
     while killed.process.is_alive() and not (draft.exists() and draft.stat().st_size):
         time.sleep(0.01)
     killed.process.kill()
     assert killed.end().code == -9 and not output.exists()
-    assert len(predict(trained_classifier, digits, tmp_path=tmp_path)) == 359
+    assert len(predict(tmp_path, [trained_classifier, digits])) == 359
     assert not draft.exists()
 
 
 def test_several_labels_are_the_classes_above_their_threshold(run_several, tmp_path) -> None:
     save_colours(tmp_path / "colours")
     args = ["--data", tmp_path / "colours", "--loss", "bce", "--epochs", 3]
-    run_several(1, {"several": [*args, "--output_dir", tmp_path]})
+    run_several(1, {"several": args + ["--output_dir", tmp_path]})
     run = tmp_path / "several"
     images = tmp_path / "images"
     images.mkdir()
@@ -443,7 +443,7 @@ def test_several_labels_are_the_classes_above_their_threshold(run_several, tmp_p
         source.load_image(index).save(images / f"{index:03d}.png")
     recorded = read(run / "best" / "results.json")
     for weights in (run, next((run / "checkpoints").iterdir())):
-        rows = predict(weights, images, "--threshold", 0.5, tmp_path=tmp_path)
+        rows = predict(tmp_path, [weights, images, "--threshold", 0.5])
         predicted = np.zeros(source.labels.shape, bool)
         for index, row in enumerate(rows):
             for prediction in row["predictions"]:
@@ -453,7 +453,7 @@ def test_several_labels_are_the_classes_above_their_threshold(run_several, tmp_p
         assert (predicted.sum(1) != 1).any()  # none or several
 
     predictions = []
-    for row in predict(run, images, tmp_path=tmp_path):
+    for row in predict(tmp_path, [run, images]):
         predictions += row["predictions"]
     assert predictions
     for prediction in predictions:
@@ -464,12 +464,12 @@ def test_several_labels_are_the_classes_above_their_threshold(run_several, tmp_p
 @pytest.mark.long
 def test_masks_have_the_recorded_ap(run_several, scenes, tmp_path) -> None:
     args = ["--detector", "mask_rcnn", "--data", scenes, "--max_steps", 30]
-    run_several(1, {"masks": [*args, "--output_dir", tmp_path]}, recipe="recipes/det.py")
+    run_several(1, {"masks": args + ["--output_dir", tmp_path]}, recipe="recipes/det.py")
     truth = read(scenes / "val.json")
     output = tmp_path / "detections.json"
     args = [tmp_path / "masks", scenes / "val", "--format", "coco", "--workers", 0]
     args += ["--images_of", scenes / "val.json", "-o", output, "--draw", tmp_path / "drawn"]
-    call_tool(main, *args)
+    call_tool(main, args)
     for annotation in truth["annotations"]:
         annotation |= {"iscrowd": 0, "area": float(annotation["bbox"][2] * annotation["bbox"][3])}
     (tmp_path / "truth.json").write_text(json.dumps(truth))
@@ -488,9 +488,9 @@ def test_masks_of_queries_have_the_ap_of_pycocotools(
     truth = read(scenes / "val.json")
     output = tmp_path / "detections.json"
     argv = f"--detector rf_detr_seg --model {rf_detr_seg} --data {scenes} --max_steps 1 --lr 1e-5"
-    run_several(1, {"masks": [*argv.split(), "--output_dir", tmp_path]}, recipe="recipes/det.py")
+    run_several(1, {"masks": argv.split() + ["--output_dir", tmp_path]}, recipe="recipes/det.py")
     args = [tmp_path / "masks", scenes / "val", "--format", "coco", "--workers", 0]
-    call_tool(main, *args, "--images_of", scenes / "val.json", "-o", output)
+    call_tool(main, args + ["--images_of", scenes / "val.json", "-o", output])
     truth["annotations"] = []
     for annotation_id, detection in enumerate(read(output)[::3], 1):
         rle = detection["segmentation"]

@@ -36,7 +36,8 @@ def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(
     trained_classifier, run_tool, tmp_path
 ) -> None:
     before = content(trained_classifier)
-    run_tool(1, "replay", trained_classifier, "--step", 100, "-o", tmp_path / "out", "--workers", 1)
+    argv = [trained_classifier, "--step", 100, "--workers", 1, "-o", tmp_path / "out"]
+    run_tool(1, "replay", argv)
     numbers = read(tmp_path / "out/step.json")["numbers"]
     # One process sums them in another order.
     for key in ("train/loss", "train/grad_norm", "train/lr"):
@@ -50,32 +51,20 @@ def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(
     right = [sample["loss"] for sample in samples if sample["predicted"] == sample["label"]]
     assert len(right) > 50 and np.mean(right) < numbers["train/loss"]["logged"]
     assert (tmp_path / "out/sheet.png").stat().st_size > 20_000
-    argv = ("replay", trained_classifier, "--step", 100, "-o", tmp_path / "two", "--workers", 0)
-    assert "the same bits" in run_tool(2, *argv)[0].stdout
+    argv = [trained_classifier, "--step", 100, "--workers", 0, "-o", tmp_path / "two"]
+    assert "the same bits" in run_tool(2, "replay", argv)[0].stdout
     assert read_rows(tmp_path / "two/samples.jsonl") == samples
     with pytest.raises(Refused, match="out exists: name another"):
         replay(trained_classifier, 100, tmp_path / "out", [], False)
-    assert content(trained_classifier) == before and {path.name for path in tmp_path.iterdir()} == {
-        "out",
-        "two",
-    }
+    assert content(trained_classifier) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "two"}
 
 
 def test_a_step_of_a_detector_is_replayed_from_the_first_one(
     trained_detector, run_tool, tmp_path
 ) -> None:
-    run_tool(
-        1,
-        "replay",
-        trained_detector,
-        "--step",
-        10,
-        "--from_start",
-        "-o",
-        tmp_path / "out",
-        "--workers",
-        0,
-    )
+    argv = [trained_detector, "--step", 10, "--from_start", "--workers", 0, "-o", tmp_path / "out"]
+    run_tool(1, "replay", argv)
     numbers = read(tmp_path / "out/step.json")["numbers"]
     row = logged(trained_detector, 10)
     for key in ("train/loss", "train/loss_class", "train/loss_box", "train/grad_norm"):
@@ -88,8 +77,8 @@ def test_a_step_of_a_detector_is_replayed_from_the_first_one(
 
 
 def test_a_step_of_another_layout_agrees_in_float64(run_several, run_tool, tmp_path) -> None:
-    (run,) = run_several(3, {"three": [*EXACT.split(), "--output_dir", tmp_path]}).values()
-    run_tool(1, "replay", run.folder, "--step", 9, "-o", tmp_path / "out")
+    (run,) = run_several(3, {"three": EXACT.split() + ["--output_dir", tmp_path]}).values()
+    run_tool(1, "replay", [run.folder, "--step", 9, "-o", tmp_path / "out"])
     assert abs(read(tmp_path / "out/step.json")["numbers"]["train/loss"]["difference"]) < 1e-8
 
 
@@ -111,7 +100,7 @@ def test_what_can_not_be_replayed_is_refused_in_one_line(
         with pytest.raises(Refused, match=r"^--\w+: a replay sets it itself; leave it out$"):
             replay(trained_classifier, 100, tmp_path / "out", flags, False)
     argv = (trained_classifier, "--step", 100, "-o", tmp_path / "out", "--wrokers", 1)
-    done = start_tool(forks, 1, "replay", *argv)[0].end()
+    done = start_tool(forks, 1, "replay", argv)[0].end()
     assert done.code == 2 and done.stderr.startswith(
         "replay: unknown flag --wrokers; did you mean workers"
     )

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from common.segmentation.evaluation import compute_metrics
-from tests.harness.runs import read_rows, refusal, start_tool
+from tests.harness.runs import catch_refusal, read_rows, start_tool
 from tools.audit.__main__ import main as audit
 from tools.compare import bootstrap
 from tools.compare.__main__ import main as compare
@@ -34,11 +34,11 @@ WORDS = (
 def runs(run_several, regions, tmp_path_factory) -> dict[str, Path]:
     """Runs by name: evaluated at the images' own sizes, resized, and with a linear decoder."""
     output = tmp_path_factory.mktemp("masks")
-    argv = ["--data", regions, *WORDS, "--output_dir", output]
+    argv = ["--data", regions] + WORDS + ["--output_dir", output]
     cases = {
         "own": argv,
-        "resized": [*argv, "--eval_short_side", 80],
-        "linear": [*argv, "--model", "test_vit", "--decoder", "linear"],
+        "resized": argv + ["--eval_short_side", 80],
+        "linear": argv + ["--model", "test_vit", "--decoder", "linear"],
     }
     outcomes = run_several(2, cases, recipe="recipes/seg.py")
     return {name: outcome.folder for name, outcome in outcomes.items()}
@@ -55,7 +55,7 @@ def test_masks_have_the_recorded_iou(processes, run, regions, forks, tmp_path) -
     (tmp_path / "broken.png").write_bytes(b"no image")
     argv = [run, images, tmp_path / "broken.png", "-o", tmp_path / "rows.jsonl"]
     argv += ["--masks", tmp_path / "masks", "--draw", tmp_path / "drawn"]
-    for rank in start_tool(forks, processes, "predict", *argv):
+    for rank in start_tool(forks, processes, "predict", argv):
         ended = rank.end()
         assert ended.code == 0, ended
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
@@ -119,10 +119,10 @@ def test_an_export_scores_what_the_run_scored_at_every_size(name, runs, tmp_path
 
 
 def test_two_models_are_compared_by_miou(runs, run_tool, tmp_path) -> None:
-    pair = (runs["own"], runs["linear"])
+    pair = [runs["own"], runs["linear"]]
     for processes in (1, 2):
         output = tmp_path / str(processes)
-        run_tool(processes, "compare", *pair, "-o", output, "--workers", 0)
+        run_tool(processes, "compare", pair + ["-o", output, "--workers", 0])
     content = json.loads((tmp_path / "1/comparison.json").read_text())
     assert content == json.loads((tmp_path / "2/comparison.json").read_text())
     (difference,) = content["differences"]
@@ -154,14 +154,16 @@ def test_another_model_is_refused(run, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(
         segmenter.Exportable, "forward", lambda self, image: forward(self, image).flip(1)
     )
-    text = refusal(export, run, "--to", "torch_export", "-o", tmp_path / "out", "--workers", 0)
+    text = catch_refusal(
+        export, [run, "--to", "torch_export", "-o", tmp_path / "out", "--workers", 0]
+    )
     assert "mIoU is " in text and "7 of 7 images differ from the trained model" in text
     assert not (tmp_path / "out").exists()
 
 
 def test_a_replay_shows_the_samples_and_losses_of_a_step(run, forks, tmp_path) -> None:
     output = tmp_path / "step"
-    (rank,) = start_tool(forks, 1, "replay", run, "--step", 2, "-o", output, "--from_start")
+    (rank,) = start_tool(forks, 1, "replay", [run, "--step", 2, "-o", output, "--from_start"])
     ended = rank.end()
     assert ended.code == 0, ended
     numbers = json.loads((output / "step.json").read_text())["numbers"]["train/loss"]
@@ -172,11 +174,11 @@ def test_a_replay_shows_the_samples_and_losses_of_a_step(run, forks, tmp_path) -
 
 
 def test_other_tools_say_that_they_do_not_take_it(run, regions, trained_classifier) -> None:
-    text = refusal(audit, run)
+    text = catch_refusal(audit, [run])
     assert "is a model for segmentation, which this tool does not take yet" in text
-    text = refusal(compare, run, trained_classifier, "--data", "digits")
+    text = catch_refusal(compare, [run, trained_classifier, "--data", "digits"])
     assert "a model for segmentation and one for classification have no result in common" in text
-    text = refusal(publish, run, "--to", "a/b", "--dry_run", run / "card")
+    text = catch_refusal(publish, [run, "--to", "a/b", "--dry_run", run / "card"])
     assert text == f"{run}: is a model for segmentation, which has no card yet; upload its best/"
-    text = refusal(main, trained_classifier, regions, "--masks", run / "m")
+    text = catch_refusal(main, [trained_classifier, regions, "--masks", run / "m"])
     assert text == f"--masks {run / 'm'}: is for models of segmentation; leave it out"

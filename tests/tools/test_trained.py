@@ -176,7 +176,7 @@ def test_a_tool_names_no_flag_of_the_recipe(tool: str, words: str, launch, tmp_p
     run.mkdir()
     (run / "config.yaml").write_text("data: digits\n")
     words = words.replace("RUN", str(run))  # compared with itself
-    done = launch.start_python("-m", f"tools.{tool}", run, *words.split()).finish()
+    done = launch.start_python(["-m", f"tools.{tool}", run] + words.split()).finish()
     assert done.returncode == 2
     assert f"{run}: this run has no best/ yet" in done.stderr and "--eval_only" not in done.stderr
 

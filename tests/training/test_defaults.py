@@ -30,7 +30,7 @@ def test_weights_to_begin_with_decide_where_nothing_is_given(tmp_path) -> None:
     assert parse(det.Config, argv) == expected
     preset = tmp_path / "preset.yaml"
     preset.write_text("width: 64\nshort_sides: 320\n")
-    config = parse(det.Config, [*argv, "--config", str(preset), "--short_sides", "400"])
+    config = parse(det.Config, argv + ["--config", str(preset), "--short_sides", "400"])
     assert config == dataclasses.replace(expected, width=64, short_sides="400")
     rows = detection.describe_settings(config)
     assert rows.keys() == {"as the weights"}

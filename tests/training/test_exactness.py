@@ -150,7 +150,7 @@ def test_each_micro_batch_of_each_rank_has_a_seed_of_its_own(forks, stripes, tmp
         "--global_batch_size 8 --max_micro_batch_size 2 --batch_norm local --max_steps 3".split()
     )
     flags += ["--data", stripes, "--output_dir", tmp_path / "runs"]
-    ranks = forks.start_ranks(2, *flags, observers=recorders)
+    ranks = forks.start_ranks(2, flags, observers=recorders)
     for ended in [rank.end() for rank in ranks]:
         assert ended.code == 0, ended
     seeds = []

@@ -69,7 +69,7 @@ def random_model(name: str, classes: int = 91, frozen: bool = False) -> torch.nn
 
 def begun(source: str | Path, classes: tuple[str, ...], *words: str):
     """The recipe's configuration, detector and words about it for `--init SOURCE`."""
-    argv = ["--init", str(source), "--data", "digits", *words]
+    argv = ["--init", str(source), "--data", "digits"] + list(words)
     config = parse(RECIPE.Config, argv)
     model = RECIPE.build_model(config, classes, torch.device("cpu"))
     return config, model, model.weights_summary
