@@ -95,7 +95,7 @@ def test_processes_meet_where_they_can_be_replaced(path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_files_differ_only_in_precision_number_of_machines_and_devices() -> None:
+def test_files_differ_only_in_precision_machines_and_devices() -> None:
     for layout in GPU_LAYOUTS:
         for suffix, precision in PRECISIONS.items():
             assert keys_of(layout + suffix) == {**keys_of(layout), "mixed_precision": precision}
@@ -165,9 +165,7 @@ def test_a_cpu_file_starts_ranks_that_hear_each_other(
     assert worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
 
 
-def test_a_rehearsal_of_two_machines_makes_one_world_and_a_forgotten_address_is_named(
-    launch, probe, tmp_path
-) -> None:
+def test_two_machines_make_one_world_and_name_a_missing_address(launch, probe, tmp_path) -> None:
     forgotten = launch.start("2node_cpu", [probe, tmp_path])
     port = free_port()
     flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]

@@ -16,27 +16,24 @@ from common.config.fields import OptimizationConfig, RunConfig
 from common.run import Run
 
 ROOT = Path(__file__).parent.parent
-SOURCES = {
-    path.relative_to(ROOT): path.read_text()
-    for top in ("common", "compat", "recipes", "tools", "benchmarks", "tests")
-    for path in sorted((ROOT / top).rglob("*.py"))
-}
+SOURCES = {}
+for top in ("common", "compat", "recipes", "tools", "benchmarks", "tests"):
+    for path in sorted((ROOT / top).rglob("*.py")):
+        SOURCES[path.relative_to(ROOT)] = path.read_text()
 RECIPES = {path.stem: source for path, source in SOURCES.items() if path.parts[0] == "recipes"}
-ROOMS = sorted(
-    {path.parts[1].removesuffix(".py") for path in SOURCES if path.parts[0] == "common"}
-    - {"__init__"}
-)
+ROOMS = {path.parts[1].removesuffix(".py") for path in SOURCES if path.parts[0] == "common"}
+ROOMS = sorted(ROOMS - {"__init__"})
 FACES = [room for room in ROOMS if (ROOT / "common" / room).is_dir()]
 
 SHARED = (OptimizationConfig, RunConfig)
 # What a person reads who opens a recipe: names of the project in `main`, `run.x` included.
-MOST_NAMES_IN_MAIN = 30
-MOST_LINES = {"cls": 290, "det": 280, "seg": 250}
-MOST_MODULES = 9
-MOST_IMPORTED_NAMES = 34
-MOST_ARGUMENTS_OF_PREPARE = 6
-MOST_METHODS_OF_RUN = 15
-MOST_FIELDS = 46
+MAX_NAMES_IN_MAIN = 30
+MAX_LINES = {"cls": 290, "det": 280, "seg": 250}
+MAX_MODULES = 9
+MAX_IMPORTED_NAMES = 34
+MAX_ARGUMENTS_OF_PREPARE = 6
+MAX_METHODS_OF_RUN = 15
+MAX_FIELDS = 46
 
 STEP = ["backward", "clip_gradients", "step", "zero_grad"]
 RANKS = {
@@ -77,24 +74,22 @@ def test_a_face_has_the_names_that_it_lists(room: str) -> None:
 OF_ONE_KIND = {f"torch.{kind}" for kind in ("cuda", "mps", "xpu", "npu", "get_device_module")}
 
 
+def find_nodes(tree: ast.AST, *kinds: type) -> list:
+    """All nodes of these kinds below `tree`."""
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
 def test_one_module_calls_what_only_devices_of_a_kind_have() -> None:
     """Others call torch.accelerator, torch.Stream and torch.Event, which every kind has."""
-    callers = set()
+    callers = []
     for path, source in SOURCES.items():
         if path.parts[0] in ("common", "compat", "recipes", "tools"):
-            nodes = [
-                node
-                for node in ast.walk(ast.parse(source))
-                if isinstance(node, (ast.Attribute, ast.alias))
-            ]
-            names = {ast.unparse(node) for node in nodes}
-            names |= {
-                node.module
-                for node in ast.walk(ast.parse(source))
-                if isinstance(node, ast.ImportFrom)
-            }
-            callers |= {str(path)} if names & OF_ONE_KIND else set()
-    assert callers == {"common/distributed/devices.py"}
+            tree = ast.parse(source)
+            names = set(map(ast.unparse, find_nodes(tree, ast.Attribute, ast.alias)))
+            names |= {node.module for node in find_nodes(tree, ast.ImportFrom)}
+            if names & OF_ONE_KIND:
+                callers.append(str(path))
+    assert callers == ["common/distributed/devices.py"]
 
 
 # --- docstrings
@@ -102,118 +97,110 @@ def test_one_module_calls_what_only_devices_of_a_kind_have() -> None:
 
 def test_modules_say_what_they_are() -> None:
     """There is a docstring, whose first sentence doesn't ask."""
-    docstrings = {
-        path: ast.get_docstring(ast.parse(source)) or "?" for path, source in SOURCES.items()
-    }
-    ends = {path: re.search(r"[.!?](?=\s|$)", text) for path, text in docstrings.items()}
-    assert [str(path) for path, end in ends.items() if end and end[0] == "?"] == []
+    for path, source in SOURCES.items():
+        docstring = ast.get_docstring(ast.parse(source))
+        assert docstring, path
+        end = re.search(r"[.!?](?=\s|$)", docstring)
+        assert not end or end[0] != "?", path
 
 
 # --- recipes
 
 
-def name_of(node: ast.AST) -> str:
+def get_name(node: ast.AST) -> str:
     """The last part of a dotted name."""
-    return (
-        node.attr
-        if isinstance(node, ast.Attribute)
-        else node.id
-        if isinstance(node, ast.Name)
-        else ""
-    )
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
 
 
-def main_of(tree: ast.Module) -> ast.FunctionDef:
-    return next(
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"
-    )
+def find_main(tree: ast.Module) -> ast.FunctionDef:
+    [main] = [node for node in find_nodes(tree, ast.FunctionDef) if node.name == "main"]
+    return main
 
 
-def imports_of(source: str) -> list[ast.ImportFrom]:
+def find_imports(source: str) -> list[ast.ImportFrom]:
     """What is imported from common, by module."""
-    nodes = ast.walk(ast.parse(source))
-    return [
-        node
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("common")
-    ]
+    nodes = find_nodes(ast.parse(source), ast.ImportFrom)
+    return [node for node in nodes if (node.module or "").startswith("common")]
 
 
-def names_in_main(source: str) -> set[str]:
+def find_names_in_main(source: str) -> set[str]:
     """Names in `main` that are imported from common or defined in the recipe, and what it uses of the run."""
     tree = ast.parse(source)
-    project = {alias.asname or alias.name for node in imports_of(source) for alias in node.names}
-    project |= {
-        node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))
-    }
-    project |= {
-        name_of(target)
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-    }
-    nodes = list(ast.walk(main_of(tree)))
-    attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
-    of_run = {name for name in attributes if re.fullmatch(r"run\.\w+", name)}
-    return of_run | project & {node.id for node in nodes if isinstance(node, ast.Name)}
+    project = set()
+    for node in find_imports(source):
+        project |= {alias.asname or alias.name for alias in node.names}
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            project.add(node.name)
+        elif isinstance(node, ast.Assign):
+            project |= set(map(get_name, node.targets))
+    main = find_main(tree)
+    names = {node.id for node in find_nodes(main, ast.Name)}
+    attributes = set(map(ast.unparse, find_nodes(main, ast.Attribute)))
+    return (project & names) | {name for name in attributes if re.fullmatch(r"run\.\w+", name)}
 
 
-def out_of_order(source: str) -> list[str]:
+def check_order(source: str) -> list[str]:
     """A recipe reads: docstring, Config, build_* functions, evaluate, others, main and its guard."""
     tree = ast.parse(source)
     names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    in_order = re.fullmatch(r"Config( build_\w+)+( (?!build_)\w+)* main", " ".join(names))
-    guard = ast.unparse(tree.body[-1]) == "if __name__ == '__main__':\n    run_main(main)"
-    return (
-        []
-        if ast.get_docstring(tree) and in_order and names.count("evaluate") == 1 and guard
-        else names
-    )
+    problems = []
+    if not ast.get_docstring(tree):
+        problems.append("there is no docstring")
+    if not re.fullmatch(r"Config( build_\w+)+( (?!build_)\w+)* main", " ".join(names)):
+        problems.append(f"another order: {names}")
+    if names.count("evaluate") != 1:
+        problems.append(f"not one evaluate: {names}")
+    if ast.unparse(tree.body[-1]) != "if __name__ == '__main__':\n    run_main(main)":
+        problems.append("there is no guard")
+    return problems
 
 
-def hidden_step(source: str) -> list[str]:
+def check_step(source: str) -> list[str]:
     """Lines of the step that don't stand in `main`, in their order."""
-    calls = [node for node in ast.walk(main_of(ast.parse(source))) if isinstance(node, ast.Call)]
-    callees = [name_of(call.func) for call in sorted(calls, key=lambda call: call.lineno)]
-    return [] if [name for name in callees if name in STEP] == STEP else [f"main calls {callees}"]
+    calls = find_nodes(find_main(ast.parse(source)), ast.Call)
+    callees = [get_name(call.func) for call in sorted(calls, key=lambda call: call.lineno)]
+    if [name for name in callees if name in STEP] == STEP:
+        return []
+    return [f"main calls {callees}"]
 
 
-def rank_tests(source: str) -> list[str]:
+def check_ranks(source: str) -> list[str]:
     """What tells one rank from another: a recipe does the same on all."""
-    nodes = list(ast.walk(ast.parse(source)))
-    names = {name_of(node) for node in nodes} | {
-        node.value for node in nodes if isinstance(node, ast.Constant)
-    }
-    return sorted(RANKS & (names | {node.name for node in nodes if isinstance(node, ast.alias)}))
+    tree = ast.parse(source)
+    names = set(map(get_name, ast.walk(tree)))
+    names |= {node.value for node in find_nodes(tree, ast.Constant)}
+    names |= {node.name for node in find_nodes(tree, ast.alias)}
+    return sorted(RANKS & names)
 
 
-def bad_fields(source: str) -> list[str]:
+def check_fields(source: str) -> list[str]:
     """Fields of the dataclasses whose name ends in Config: too many, or without a docstring.
 
     A shared field that is stated again, to show its default, has its docstring where it is shared.
     """
-    wrong = []
-    explained = {field.name for base in SHARED for field in dataclasses.fields(base)}
+    problems = []
+    shared = set()
+    for base in SHARED:
+        shared |= {field.name for field in dataclasses.fields(base)}
     for node in ast.parse(source).body:
-        if (
-            isinstance(node, ast.ClassDef)
-            and node.name.endswith("Config")
-            and not node.name.startswith("_")
-        ):
-            fields = [line for line in node.body if isinstance(line, ast.AnnAssign)]
-            if len(fields) > MOST_FIELDS:
-                wrong.append(f"{node.name}: {len(fields)} fields, at most {MOST_FIELDS}")
-            for line, following in zip(node.body, [*node.body[1:], None], strict=True):
-                is_explained = isinstance(following, ast.Expr) and isinstance(
-                    following.value, ast.Constant
-                )
-                restated = explained if node.name == "Config" and node.bases else ()
-                if line in fields and not is_explained and line.target.id not in restated:
-                    wrong.append(f"{node.name}.{line.target.id} has no docstring")
-    return wrong
+        if not isinstance(node, ast.ClassDef) or not re.fullmatch("(?!_).*Config", node.name):
+            continue
+        explained = shared if node.name == "Config" and node.bases else set()
+        fields = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+        if len(fields) > MAX_FIELDS:
+            problems.append(f"{node.name}: {len(fields)} fields, at most {MAX_FIELDS}")
+        for line, following in zip(node.body, node.body[1:] + [None], strict=True):
+            value = following.value if isinstance(following, ast.Expr) else None
+            has_docstring = isinstance(value, ast.Constant)
+            if line in fields and not has_docstring and line.target.id not in explained:
+                problems.append(f"{node.name}.{line.target.id} has no docstring")
+    return problems
 
 
-CHECKS = [out_of_order, hidden_step, rank_tests, bad_fields]
+CHECKS = [check_order, check_step, check_ranks, check_fields]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -225,34 +212,32 @@ def test_a_recipe_passes(check, name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_one_page(name: str) -> None:
     source = RECIPES[name]
-    modules = {node.module for node in imports_of(source)}
+    imports = find_imports(source)
+    modules = {node.module for node in imports}
     assert modules <= {f"common.{room}" for room in ROOMS}, (
         "a recipe imports from rooms, not from modules inside them"
     )
-    names = [alias.name for node in imports_of(source) for alias in node.names]
-    assert len(modules) <= MOST_MODULES and len(names) <= MOST_IMPORTED_NAMES
-    assert len(source.splitlines()) <= MOST_LINES[name] and "partial" not in source
-    assert len(names_in_main(source)) <= MOST_NAMES_IN_MAIN, sorted(names_in_main(source))
-    listed = {room: import_module(f"common.{room}").__all__ for room in FACES}
-    for node in imports_of(source):
-        room = node.module.removeprefix("common.")
-        assert room not in listed or {alias.name for alias in node.names} <= set(listed[room]), (
-            f"{node.module}.__all__"
-        )
+    assert len(modules) <= MAX_MODULES
+    assert sum(len(node.names) for node in imports) <= MAX_IMPORTED_NAMES
+    assert len(source.splitlines()) <= MAX_LINES[name] and "partial" not in source
+    names_in_main = find_names_in_main(source)
+    assert len(names_in_main) <= MAX_NAMES_IN_MAIN, sorted(names_in_main)
+    for node in imports:
+        module = import_module(node.module)
         for alias in node.names:
-            imported = getattr(import_module(node.module), alias.name)
-            assert not inspect.ismodule(imported), (
+            if node.module.removeprefix("common.") in FACES:
+                assert alias.name in module.__all__, f"{node.module}.__all__"
+            assert not inspect.ismodule(getattr(module, alias.name)), (
                 f"{node.module}.{alias.name}: import functions and classes"
             )
 
 
 def test_a_run_is_small_to_look_at() -> None:
-    methods = [
-        name for name, value in vars(Run).items() if callable(value) and not name.startswith("_")
-    ]
-    assert len(methods) <= MOST_METHODS_OF_RUN, methods
-    assert len(inspect.signature(Run.prepare).parameters) - 1 <= MOST_ARGUMENTS_OF_PREPARE
+    functions = inspect.getmembers(Run, callable)
+    methods = [name for name, _ in functions if name in vars(Run) and not name.startswith("_")]
+    assert len(methods) <= MAX_METHODS_OF_RUN, methods
+    assert len(inspect.signature(Run.prepare).parameters) - 1 <= MAX_ARGUMENTS_OF_PREPARE
 
 
 def test_shared_fields_of_configurations_are_explained_too() -> None:
-    assert bad_fields(SOURCES[Path("common/config/fields.py")]) == []
+    assert check_fields(SOURCES[Path("common/config/fields.py")]) == []

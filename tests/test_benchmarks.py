@@ -25,7 +25,7 @@ print([norm.item() for norm in norms])
 
 
 @pytest.mark.long
-def test_the_bare_loop_around_a_detector_takes_the_steps_of_the_recipe(launch: Launcher) -> None:
+def test_the_bare_loop_of_a_detector_takes_the_recipes_steps(launch: Launcher) -> None:
     done = launch.start_python(["-c", NORMS]).finish()
     assert done.returncode == 0, done.stderr
     norms = json.loads(done.stdout)

@@ -4,13 +4,13 @@ With the whole training set as the batch, the order of samples does not matter: 
 process and the copy on two must have the same losses.
 """
 
-import json
 import re
-from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from tests.harness.launching import ROOT, free_port
+from tests.harness.outcomes import Outcome
 from tests.recipes.copied import apply
 
 PAGE = (ROOT / "docs/coming_from_elsewhere.md").read_text()
@@ -26,30 +26,18 @@ def test_the_copy_repeats_the_losses_of_the_script(launch, tmp_path) -> None:
     script = launch.start_python([tmp_path / "whole.py"], env=env, cwd=tmp_path)
     [diff] = re.findall("```diff\n(@@.*?)```", PAGE, re.S)
     (tmp_path / "train.py").write_text(apply(diff, (ROOT / "recipes/cls.py").read_text()))
-    args = [
-        tmp_path / "train.py",
-        "--config",
-        FOLDER / "mine.yaml",
-        "--global_batch_size",
-        1437,
-        "--log_every",
-        1,
-    ]
-    args += ["--workers", 1, "--tracker", "none", "--output_dir", tmp_path, "--name", "run"]
+    argv = [tmp_path / "train.py", "--config", FOLDER / "mine.yaml"]
+    argv += "--global_batch_size 1437 --log_every 1 --workers 1 --tracker none".split()
+    argv += ["--output_dir", tmp_path, "--name", "run"]
     # A script finds modules beside it by itself.
-    run = launch("multi_cpu", args, env={"PYTHONPATH": str(FOLDER)})
-    assert run.returncode == 0, run
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    losses = [row["train/loss"] for row in rows]
-    accuracies = [row["eval/top1"] for row in rows]
-    assert len(losses) == 6 and all(
-        following < previous - 0.01 for previous, following in pairwise(losses)
-    )
+    done = launch("multi_cpu", argv, env={"PYTHONPATH": str(FOLDER)})
+    assert done.returncode == 0, done
+    run = Outcome(folder=tmp_path / "run")
+    losses = run.column("train/loss")
+    assert len(losses) == 6 and np.diff(losses).max() < -0.01
     done = script.finish(180)
     printed = done.stdout + done.stderr
-    assert [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)] == pytest.approx(
-        losses, abs=EXACT
-    ), printed
-    assert [
-        float(accuracy) for accuracy in re.findall(r"accuracy (\d\.\d+)", printed)
-    ] == pytest.approx(accuracies, abs=1e-4)
+    printed_losses = list(map(float, re.findall(r"loss (\d\.\d+)", printed)))
+    assert printed_losses == pytest.approx(losses, abs=EXACT), printed
+    accuracies = list(map(float, re.findall(r"accuracy (\d\.\d+)", printed)))
+    assert accuracies == pytest.approx(run.column("eval/top1"), abs=1e-4)

@@ -61,7 +61,7 @@ def test_a_folder_is_synced_with_all_in_it(tmp_path: Path, steps: list[str]) -> 
     assert steps == ["sync one/two", "sync one/two/file", "sync one"]
 
 
-def test_the_old_folder_is_removed_only_after_the_new_one_is_durable(
+def test_the_old_folder_goes_only_once_the_new_one_is_durable(
     tmp_path: Path, steps: list[str]
 ) -> None:
     final = tmp_path / "best"

@@ -9,7 +9,6 @@ terminal.
 
 import dataclasses
 import importlib
-import json
 import os
 import re
 import shlex
@@ -26,6 +25,7 @@ from PIL import Image
 from torch.distributed.run import get_args_parser
 
 from common.config.parsing import parse
+from tests.harness.outcomes import read, read_rows
 from tests.harness.several import load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +77,7 @@ class Block:
     file: str
 
 
-def blocks() -> list[Block]:
+def read_blocks() -> list[Block]:
     pattern = r"(?:<!-- needs: (.+?) -->\n|<!-- from: (.+?) -->\n)?^```(\w*)\n(.*?)^```$"
     matches = re.findall(pattern, README, re.MULTILINE | re.DOTALL)
     assert 2 * len(matches) == README.count("```"), (
@@ -88,57 +88,56 @@ def blocks() -> list[Block]:
 
 @pytest.mark.smoke
 def test_every_block_is_run_or_says_what_it_needs() -> None:
-    assert {block.language for block in blocks()} == {"bash", "python"}
-    assert any(block.needs for block in blocks())
-    assert README.count("<!-- needs:") == sum(bool(block.needs) for block in blocks())
-    assert README.count("<!-- from:") == sum(bool(block.file) for block in blocks()) == 1
+    blocks = read_blocks()
+    assert {block.language for block in blocks} == {"bash", "python"}
+    needs = [block.needs for block in blocks if block.needs]
+    assert README.count("<!-- needs:") == len(needs) > 0
+    files = [block.file for block in blocks if block.file]
+    assert README.count("<!-- from:") == len(files) == 1
 
 
 @pytest.mark.smoke
 def test_the_loop_stands_in_the_recipe() -> None:
     """In the same order and depth; comments may differ, and ... stands for the rest."""
-    [loop] = [block for block in blocks() if block.file]
-    page_lines = [
-        line.partition("  # ")[0] for line in loop.text.splitlines() if line.strip() != "..."
-    ]
+    [loop] = [block for block in read_blocks() if block.file]
     indent = " " * 8  # in `main`, inside `with Run(...)`
-    lines = iter(line.partition("  # ")[0] for line in (ROOT / loop.file).read_text().splitlines())
-    assert [line for line in page_lines if indent + line not in lines] == [], (
-        "not in the recipe, or in another order"
-    )
+    recipe_lines = iter(remove_comments((ROOT / loop.file).read_text()))
+    for line in remove_comments(loop.text):
+        if line.strip() != "...":
+            assert indent + line in recipe_lines, "not in the recipe, or in another order"
+
+
+def remove_comments(text: str) -> list[str]:
+    return [line.partition("  # ")[0] for line in text.splitlines()]
 
 
 @pytest.mark.smoke
 def test_commands_that_need_hardware_exist(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    for block in blocks():
-        for line in block.text.splitlines() if block.needs else []:
-            args = shlex.split(line)
-            assert args[:2] == ["accelerate", "launch"], line
-            launched = launch_command_parser().parse_args(args[2:])
-            assert Path(launched.config_file).is_file(), line
-            assert Path(launched.training_script).is_file(), line
-            parse(load_recipe(Path(launched.training_script)).Config, launched.training_script_args)
+    text = "".join(block.text for block in read_blocks() if block.needs)
+    for line in text.splitlines():
+        args = shlex.split(line)
+        assert args[:2] == ["accelerate", "launch"], line
+        launched = launch_command_parser().parse_args(args[2:])
+        assert Path(launched.config_file).is_file(), line
+        assert Path(launched.training_script).is_file(), line
+        parse(load_recipe(Path(launched.training_script)).Config, launched.training_script_args)
 
 
 @pytest.mark.smoke
 def test_links_lead_to_files_and_headings() -> None:
-    pages = [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        ROOT / "SECURITY.md",
-        ROOT / "cluster/README.md",
-    ] + sorted((ROOT / "docs").glob("*.md"))
+    names = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "cluster/README.md")
+    pages = [ROOT / name for name in names] + sorted((ROOT / "docs").glob("*.md"))
     missing = []
     for page in pages:
         for target, anchor in LINK.findall(page.read_text()):
             file = page.parent / target if target else page
-            if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            if not file.exists() or (anchor and anchor not in find_anchors(file.read_text())):
                 missing.append(f"{page.relative_to(ROOT)}: {target}#{anchor}".rstrip("#"))
     assert not missing
 
 
-def anchors(page: str) -> set[str]:
+def find_anchors(page: str) -> set[str]:
     """The names that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -146,26 +145,22 @@ def anchors(page: str) -> set[str]:
 
 @pytest.mark.smoke
 def test_every_flag_that_a_page_names_exists() -> None:
-    configs = [load_recipe(path).Config for path in sorted((ROOT / "recipes").glob("*.py"))]
-    flags = {field.name for config in configs for field in dataclasses.fields(config)} | {
-        "config",
-        "help",
-    }
-    tools = [
-        f"tools.{path.parent.name}.__main__"
-        for path in sorted((ROOT / "tools").glob("*/__main__.py"))
-    ]
+    flags = {"config", "help"}
+    changeable = set()
+    for path in (ROOT / "recipes").glob("*.py"):
+        for field in dataclasses.fields(load_recipe(path).Config):
+            flags.add(field.name)
+            if field.metadata.get("may_change"):
+                changeable.add(field.name)
     parsers = [launch_command_parser(), get_args_parser()]  # accelerate launch, torchrun
-    parsers += [importlib.import_module(tool).build_parser() for tool in tools]
-    of_others = {
-        option.lstrip("-")
-        for parser in parsers
-        for action in parser._actions
-        for option in action.option_strings
-    }
-    of_others.add("recipe")  # which tools.trained takes
-    # --ntasks-per-node of srun; mpirun, debugpy.
-    of_others |= {"nodes", "ntasks", "gpus", "hostfile", "listen", "wait"}
+    for path in (ROOT / "tools").glob("*/__main__.py"):
+        tool = importlib.import_module(f"tools.{path.parent.name}.__main__")
+        parsers.append(tool.build_parser())
+    # --recipe of tools.trained, --ntasks-per-node of srun; mpirun, debugpy.
+    foreign_flags = {"recipe", "nodes", "ntasks", "gpus", "hostfile", "listen", "wait"}
+    for parser in parsers:
+        for action in parser._actions:
+            foreign_flags |= {option.lstrip("-") for option in action.option_strings}
     for page in (
         "README.md",
         "CONTRIBUTING.md",
@@ -182,23 +177,15 @@ def test_every_flag_that_a_page_names_exists() -> None:
         if page.endswith("from_elsewhere.md"):  # the last column of its tables is ours
             text = "\n".join(re.findall(r"^\|.*\|(.+)\|$", text, re.MULTILINE))
         named = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z]\w+)", text)}
-        assert named <= flags | of_others, f"{page}: {named - flags - of_others}"
+        assert named <= flags | foreign_flags, f"{page}: {named - flags - foreign_flags}"
     contract = (ROOT / "docs" / "run_folder.md").read_text()
-    table = between(contract, "## Flags that programs may rely on", "A switch is")
+    table = cut_between(contract, "## Flags that programs may rely on", "A switch is")
     assert flags >= set(re.findall(r"--(\w+)", table)) >= PROMISED
-    changeable = {
-        field.name
-        for config in configs
-        for field in dataclasses.fields(config)
-        if field.metadata.get("may_change")
-    }
-    assert (
-        set(re.findall(r"--(\w+)", between(contract, "**What may change**", "Any other change")))
-        == changeable
-    )
+    text = cut_between(contract, "**What may change**", "Any other change")
+    assert set(re.findall(r"--(\w+)", text)) == changeable
 
 
-def between(text: str, first: str, last: str) -> str:
+def cut_between(text: str, first: str, last: str) -> str:
     return text[text.index(first) : text.index(last)]
 
 
@@ -238,21 +225,21 @@ def home(tmp_path) -> Path:
 
 def test_a_newcomer_can_type_the_readme_from_top_to_bottom(repository, home, tmp_path) -> None:
     typed = [PRELUDE]
-    for block in blocks():
-        if not (block.needs or block.file):
-            python = f"python - << 'END'\n{block.text}END\n"
-            typed.append(
-                python
-                if block.language == "python"
-                else block.text.replace(ADDRESS, str(repository))
-            )
-    inherited = {
-        name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ
-    }
+    for block in read_blocks():
+        if block.needs or block.file:
+            continue
+        if block.language == "python":
+            typed.append(f"python - << 'END'\n{block.text}END\n")
+        else:
+            typed.append(block.text.replace(ADDRESS, str(repository)))
+    env = {"HOME": str(home), "ENVIRONMENT": sys.prefix, "OMP_NUM_THREADS": "1"}
+    for name in ("PATH", "LANG", "LD_LIBRARY_PATH"):
+        if name in os.environ:
+            env[name] = os.environ[name]
     done = subprocess.run(
         ["bash", "-c", "\n".join(typed)],
         cwd=tmp_path,
-        env={**inherited, "HOME": str(home), "ENVIRONMENT": sys.prefix, "OMP_NUM_THREADS": "1"},
+        env=env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -262,27 +249,19 @@ def test_a_newcomer_can_type_the_readme_from_top_to_bottom(repository, home, tmp
     assert done.returncode == 0, output
 
     clone = tmp_path / "vision-recipes"
-    demo = next(path for path in (clone / "runs").iterdir() if path.name.startswith("cls-"))
+    demo = next((clone / "runs").glob("cls-*"))
     contract = (ROOT / "docs" / "run_folder.md").read_text()
+    promised = cut_between(README, "    best/", "W&B records")
     for run in (demo, clone / "runs" / "digits", clone / "runs" / "flowers"):
-        for name in re.findall(r"[\w.]+(?:/|\.\w+)", between(README, "    best/", "W&B records")):
+        for name in re.findall(r"[\w.]+(?:/|\.\w+)", promised):
             if name != "wandb/" or run == demo:  # the others ran without a tracker
                 assert (run / name).exists(), f"{run / name} is promised\n{output}"
-        written = {path.name for path in run.iterdir() if not path.name.startswith(".")}
-        written |= {
-            key
-            for line in (run / "metrics.jsonl").read_text().splitlines()
-            for key in json.loads(line)
-        }
-        written = {re.sub("_class/.*", "_class/", name) for name in written}
-        written |= {
-            key
-            for name in ("summary.json", "status.json")
-            for key in json.loads((run / name).read_text())
-        }
-        assert not {name for name in written if f"`{name}" not in contract}, (
-            "docs/run_folder.md must name all there is"
-        )
+        names = {path.name for path in run.iterdir() if not path.name.startswith(".")}
+        for row in read_rows(run / "metrics.jsonl"):
+            names |= {re.sub("_class/.*", "_class/", key) for key in row}
+        names |= read(run / "summary.json").keys() | read(run / "status.json").keys()
+        for name in names:
+            assert f"`{name}" in contract, "docs/run_folder.md must name everything"
     for name in ("curves.png", "confusion.png", "mistakes.png"):
         assert (demo / "pictures" / name).is_file(), output
     model = demo / "best" / "model.safetensors"

@@ -68,7 +68,7 @@ def test_a_failure_is_raised_once_in_the_training_thread(call: str) -> None:
     assert len(written) == 1
 
 
-def test_a_tensor_is_copied_in_its_own_dtype_whatever_the_last_was() -> None:
+def test_a_tensor_is_copied_in_its_dtype_whatever_the_last_was() -> None:
     writer = Writer()
     written = []
     for dtype in (torch.float32, torch.float64):

@@ -27,9 +27,10 @@ ARRAYS = (
     np.array([b"", b"ab\0", b"c", None], object)[:3],
     np.array([2**60]),
 )
+OPERATIONS = ("sum", "mean", "max", "min")
 
 
-def identity() -> tuple:
+def get_identity() -> tuple:
     c = collectives
     return (
         c.rank(),
@@ -48,31 +49,23 @@ def exchange() -> dict:
     values = {"b": rank + 1, "a": torch.tensor(0.5)}
     odd = {"loss": float("nan") if rank else 2.0}
     c.barrier()
-    gathered = c.gather_to_main([array[rank:] for array in ARRAYS])
-    return {
+    results = {
+        "arrays": c.gather_to_main([array[rank:] for array in ARRAYS]),
         "gathered": c.gather_objects({"rank": rank}),
-        "broadcast": [
-            c.broadcast_object(f"from {rank}", source) for source in range(c.world_size())
-        ],
+        "broadcast": [c.broadcast_object(f"from {rank}", root) for root in range(c.world_size())],
         "counts": c.reduce_counts(counts).tolist(),
         "untouched": counts.tolist() == [[1, 2**60], [rank, 5]],
-        **{op: c.reduce_dict(values, op) for op in ("sum", "mean", "max", "min")},
-        "nan": [str(c.reduce_dict(odd, op)["loss"]) for op in ("sum", "mean", "max", "min")],
-        "arrays": gathered
-        and [
-            [(array.dtype, array.shape, array.tolist()) for array in of_rank]
-            for of_rank in gathered
-        ],
     }
+    for operation in OPERATIONS:
+        results[operation] = c.reduce_dict(values, operation)
+    results["nan"] = [str(c.reduce_dict(odd, operation)["loss"]) for operation in OPERATIONS]
+    return results
 
 
 @pytest.fixture(scope="module")
 def exchanged(processes: Processes) -> dict[int, list[dict]]:
     """What each rank of one and of three has after its exchanges, by number of ranks."""
-    return {
-        ranks: processes.run(exchange, ranks=ranks) if ranks > 1 else [exchange()]
-        for ranks in (1, 3)
-    }
+    return {1: [exchange()], 3: processes.run(exchange, ranks=3)}
 
 
 EXPECTED = {  # of n ranks r with the values r + 1
@@ -91,32 +84,37 @@ EXPECTED = {  # of n ranks r with the values r + 1
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", EXPECTED)
 def test_one_process_and_several_exchange_alike(exchanged, name: str, ranks: int) -> None:
-    assert [of_rank[name] for of_rank in exchanged[ranks]] == [EXPECTED[name](range(ranks))] * ranks
+    expected = EXPECTED[name](range(ranks))
+    assert [results[name] for results in exchanged[ranks]] == [expected] * ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_main_process_alone_gathers_arrays(exchanged, ranks: int) -> None:
-    of_main, *on_others = (of_rank["arrays"] for of_rank in exchanged[ranks])
-    assert on_others == [None] * (ranks - 1)
-    for rank, arrays in enumerate(of_main):
-        assert arrays == [
-            (array.dtype, array[rank:].shape, array[rank:].tolist()) for array in ARRAYS
-        ]
+    arrays_by_rank = exchanged[ranks][0]["arrays"]
+    for results in exchanged[ranks][1:]:
+        assert results["arrays"] is None
+    for rank, arrays in enumerate(arrays_by_rank):
+        for actual, array in zip(arrays, ARRAYS, strict=True):
+            expected = array[rank:]
+            assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+            assert actual.tolist() == expected.tolist()
 
 
-def be_sent_a_pickle(marker: str) -> list[str]:
+def receive_a_pickle(marker: str) -> list[str]:
     """Rank 1 sends one in each way in which objects travel; the errors of rank 0."""
     errors = []
     pickled = pickle.dumps(Malicious(marker))
     fake = mock.Mock()
     fake.dumps.return_value.encode.return_value = pickled
-    forged = {"json": fake, "_pack": lambda _: pickled} if collectives.rank() else {}
+    patches = contextlib.nullcontext()
+    if collectives.rank():
+        patches = mock.patch.multiple(collectives, json=fake, _pack=lambda _: pickled)
     for send in (
         collectives.gather_objects,
         collectives.gather_to_main,
         lambda item: collectives.broadcast_object(item, source=1),
     ):
-        with mock.patch.multiple(collectives, **forged) if forged else contextlib.nullcontext():
+        with patches:
             try:
                 send([])
             except (ValueError, SafetensorError) as error:
@@ -126,7 +124,7 @@ def be_sent_a_pickle(marker: str) -> list[str]:
 
 def test_a_received_pickle_is_not_executed(processes: Processes, tmp_path) -> None:
     marker = tmp_path / "executed"
-    errors, _ = processes.run(be_sent_a_pickle, str(marker), ranks=2)
+    errors, _ = processes.run(receive_a_pickle, str(marker), ranks=2)
     assert not marker.exists()
     assert errors == ["UnicodeDecodeError", "SafetensorError", "UnicodeDecodeError"]
     pickle.loads(pickle.dumps(Malicious(marker)))
@@ -135,11 +133,11 @@ def test_a_received_pickle_is_not_executed(processes: Processes, tmp_path) -> No
 
 def differ() -> list[str]:
     """What ranks are told whose names or values differ, and one value that does not."""
-    odd = collectives.rank() == 1
+    name, value = ("top1", "4a") if collectives.rank() == 1 else ("loss", "3f")
     with pytest.raises(ValueError, match=r"loss|top1") as names:
-        collectives.reduce_dict({"lr": 1.0, "top1" if odd else "loss": 1.0})
+        collectives.reduce_dict({"lr": 1.0, name: 1.0})
     with pytest.raises(Refused) as values:
-        collectives.check_same_on_all_ranks("data", "4a" if odd else "3f")
+        collectives.check_same_on_all_ranks("data", value)
     return [str(names.value), str(values.value), collectives.check_same_on_all_ranks("data", "5b")]
 
 
@@ -163,28 +161,30 @@ def use_groups() -> tuple:
     if rank != 1:
         dist.all_reduce(totals[0], group=pair)
     assert collectives.subgroup((0, 2)) is pair and collectives.host_group() is dist.group.WORLD
-    with mock.patch.object(socket, "gethostname", return_value="b" if rank == 1 else "a"):
+    with mock.patch.object(socket, "gethostname", return_value="aba"[rank]):
         dist.all_reduce(totals[1], group=collectives.node_group())
     options = collectives.node_group()._get_backend(torch.device("cpu")).options
     counts += [
         collectives.count_collectives(),
         collectives.barrier() or collectives.count_collectives(),
     ]
-    return identity(), *map(int, totals), options._timeout.total_seconds(), counts
+    pair_total, node_total = map(int, totals)
+    return get_identity(), pair_total, node_total, options._timeout.total_seconds(), counts
 
 
 def test_groups_are_of_the_ranks_that_share_a_host(processes: Processes) -> None:
     """They are made once, and have the timeout that was set. Ranks of the same groups count the
     same collectives.
     """
-    *sums, counts = zip(*processes.run(use_groups, ranks=3), strict=True)
-    assert list(zip(*sums, strict=True)) == [
+    answers = processes.run(use_groups, ranks=3)
+    assert [answer[:-1] for answer in answers] == [
         ((0, 3, True, 2, True, 0), 101, 101, 2e7),
         ((1, 3, False, 1, True, 1), 10, 10, 2e7),
         ((2, 3, False, 2, False, 0), 101, 101, 2e7),
     ]
+    counts = [answer[-1] for answer in answers]
     assert counts[0] == counts[2] and sorted(set(counts[0])) == counts[0]
-    assert identity() == (0, 1, True, 1, True, 0)
+    assert get_identity() == (0, 1, True, 1, True, 0)
 
 
 def fail_together(failures: dict[int, BaseException]) -> str:
@@ -231,11 +231,10 @@ def test_all_or_none_raises_on_every_rank_or_on_none(
 ) -> None:
     """Also without a process group."""
     ranks = len(outcomes)
-    assert outcomes == (
-        processes.run(fail_together, failures, ranks=ranks)
-        if ranks > 1
-        else [fail_together(failures)]
-    )
+    if ranks > 1:
+        assert processes.run(fail_together, failures, ranks=ranks) == outcomes
+    else:
+        assert [fail_together(failures)] == outcomes
 
 
 def enter_in_turn(folder: str, failing: int) -> tuple[str, list[str]]:
@@ -243,7 +242,7 @@ def enter_in_turn(folder: str, failing: int) -> tuple[str, list[str]]:
     rank = collectives.rank()
     outcome = "none"
     seen = []
-    with mock.patch.object(socket, "gethostname", return_value="b" if rank == 1 else "a"):
+    with mock.patch.object(socket, "gethostname", return_value="aba"[rank]):
         collectives.nodes()
     try:
         with collectives.main_process_first("downloading"):

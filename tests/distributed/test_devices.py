@@ -15,32 +15,20 @@ from common.distributed.environment import describe_environment
 def test_a_machine_with_another_makers_accelerator(
     monkeypatch: pytest.MonkeyPatch, has_device: bool
 ) -> None:
-    xpu = torch.device("xpu")
-    monkeypatch.setattr(
-        torch.accelerator,
-        "current_accelerator",
-        lambda check_available: xpu if has_device else None,
-    )
+    device = torch.device("xpu") if has_device else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"An XPU, {device}")
-    assert (devices.get_device_type(), devices.has_streams()) == (
-        ("xpu", True) if has_device else ("cpu", False)
-    )
-    assert (
-        devices.get_device_name(torch.device("xpu:1")),
-        devices.get_device_name(torch.device("mps")),
-    ) == (
-        "An XPU, xpu:1",
-        "mps",
-    )
-    assert has_device or devices.record_event() is None
+    if has_device:
+        assert (devices.get_device_type(), devices.has_streams()) == ("xpu", True)
+    else:
+        assert (devices.get_device_type(), devices.has_streams()) == ("cpu", False)
+        assert devices.record_event() is None
+    assert devices.get_device_name(torch.device("xpu:1")) == "An XPU, xpu:1"
+    assert devices.get_device_name(torch.device("mps")) == "mps"
     kinds = ("cpu", "cuda:1", "xpu", "mps")
     assert [devices.has_streams(kind) for kind in kinds] == [False, True, True, False]
-    assert [devices.get_sum_dtype(kind) == torch.float64 for kind in kinds] == [
-        True,
-        True,
-        True,
-        False,
-    ]
+    has_double = [devices.get_sum_dtype(kind) == torch.float64 for kind in kinds]
+    assert has_double == [True, True, True, False]
 
 
 def test_the_record_names_the_device_of_the_run(

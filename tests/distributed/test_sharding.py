@@ -26,23 +26,22 @@ SIZES = {
 }
 
 
-def vit(seed: int = 0) -> nn.Module:
+def build_vit(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return VisionTransformer(**SIZES).double()
 
 
-def images(count: int) -> torch.Tensor:
-    return torch.randn(
-        count, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
+def draw_images(count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, 8, 8, dtype=torch.float64, generator=generator)
 
 
 def configure(**settings) -> None:
     sharding.configure(Sharding(**settings), torch.device("cpu"))
 
 
-def sharded_vit() -> nn.Module:
-    model = vit(dist.get_rank())  # all get the weights of rank 0
+def build_sharded_vit() -> nn.Module:
+    model = build_vit(dist.get_rank())  # all get the weights of rank 0
     sharding.shard_model(model, torch.float64)
     return model
 
@@ -52,15 +51,13 @@ def rank_evaluates(batches: tuple[int, ...], keeps_weights: bool) -> list[float]
     model has moved.
     """
     configure(reshard_after_forward=not keeps_weights)
-    model = sharded_vit()
+    model = build_sharded_vit()
     average = sharding.clone_model(model).eval()
     logits = []
+    loader = [draw_images(2)] * batches[dist.get_rank()]
     for module in (model, average, model):
-        with (
-            torch.no_grad(),
-            sharding.join_uneven_batches(module, [images(2)] * batches[dist.get_rank()]) as loader,
-        ):
-            logits += [module(batch).mean().item() for batch in loader]
+        with torch.no_grad(), sharding.join_uneven_batches(module, loader) as uneven_batches:
+            logits += [module(batch).mean().item() for batch in uneven_batches]
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.1
@@ -71,40 +68,43 @@ def rank_evaluates(batches: tuple[int, ...], keeps_weights: bool) -> list[float]
 @pytest.mark.parametrize("keeps_weights", [False, True])
 def test_ranks_evaluate_different_numbers_of_batches(processes, keeps_weights: bool) -> None:
     """None, one and three: nobody waits for ever, and each pass has the weights of its moment."""
-    model = vit()
+    model = build_vit()
     with torch.no_grad():
-        first = model(images(2)).mean().item()
+        first = model(draw_images(2)).mean().item()
         for parameter in model.parameters():
             parameter += 0.2
-        moved = model(images(2)).mean().item()
+        moved = model(draw_images(2)).mean().item()
     answers = processes.run(rank_evaluates, (0, 1, 3), keeps_weights, ranks=3)
     for count, answer in zip((0, 1, 3), answers, strict=True):
-        assert answer == pytest.approx(
-            [first] * count + [first] * count + [moved] * count, rel=1e-12
-        )
+        expected = [first] * count + [first] * count + [moved] * count
+        assert answer == pytest.approx(expected, rel=1e-12)
+
+
+def get_gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters()]
 
 
 def rank_tries() -> tuple[bool, bool, float]:
     """Passes of rank 0 alone, one of which fails half-way; then a pass of both ranks."""
     configure()
-    model = sharded_vit()
+    model = build_sharded_vit()
     if dist.get_rank() == 0:
         with sharding.skip_communication(model):
-            model(images(2)).sum().backward()
+            model(draw_images(2)).sum().backward()
         hook = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError), sharding.skip_communication(model):
-            model(images(2))
+            model(draw_images(2))
         hook.remove()
     model.zero_grad()
-    model(images(2)).sum().backward()
-    norm = sharding.get_total_norm([parameter.grad for parameter in model.parameters()])
+    model(draw_images(2)).sum().backward()
+    norm = sharding.get_total_norm(get_gradients(model))
     return isinstance(norm, DTensor), isinstance(model.head.weight.grad, DTensor), norm.item()
 
 
 def test_a_trial_waits_for_no_rank_and_leaves_nothing_behind(processes) -> None:
-    model = vit()
-    model(images(2)).sum().backward()
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    model = build_vit()
+    model(draw_images(2)).sum().backward()
+    norm = torch.nn.utils.get_total_norm(get_gradients(model))
     for answer in processes.run(rank_tries, ranks=2):
         assert answer == (False, True, pytest.approx(norm.item(), rel=1e-12))
 
@@ -112,35 +112,35 @@ def test_a_trial_waits_for_no_rank_and_leaves_nothing_behind(processes) -> None:
 def rank_computes_in_half() -> tuple[list, bool]:
     """Shapes of the tensors that autograd keeps in bf16, and True if all gradients equal a whole model's."""
     configure()
-    plain = vit().float()
-    model = sharded_vit().float()
+    plain = build_vit().float()
+    model = build_sharded_vit().float()
     shapes = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        shapes.extend([sorted(tensor.shape)] * (tensor.dtype == torch.bfloat16))
+        if tensor.dtype == torch.bfloat16:
+            shapes.append(sorted(tensor.shape))
         return tensor
 
     hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
     for module, hooked in ((plain, contextlib.nullcontext()), (model, hooks)):
         with hooked, torch.autocast("cpu", torch.bfloat16):
-            losses = module(images(2).float()).float().square()
+            losses = module(draw_images(2).float()).float().square()
         losses.sum().backward()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return shapes, all(
-        torch.equal(sharding.get_full_tensor(actual.grad), expected.grad)
-        for actual, expected in pairs
-    )
+    is_equal = True
+    for actual, expected in zip(get_gradients(model), get_gradients(plain), strict=True):
+        is_equal &= torch.equal(sharding.get_full_tensor(actual), expected)
+    return shapes, is_equal
 
 
 def test_no_half_precision_copy_waits_for_the_backward_pass(processes) -> None:
     """It would be as large as half the whole model on each device. The gradients are the same, bit
     for bit.
     """
-    matrices = [
-        sorted(layer.weight.shape) for layer in vit().modules() if isinstance(layer, nn.Linear)
-    ]
+    layers = [layer for layer in build_vit().modules() if isinstance(layer, nn.Linear)]
+    matrices = [sorted(layer.weight.shape) for layer in layers]
     for shapes, is_equal in processes.run(rank_computes_in_half, ranks=2):
-        assert is_equal and shapes and not [shape for shape in shapes if shape in matrices]
+        assert is_equal and shapes
+        assert all(shape not in matrices for shape in shapes)
 
 
 class View(nn.Module):
@@ -176,7 +176,7 @@ def rank_changes_views() -> list[list]:
     sharding.shard_model(model, torch.float64)
     assert len(model.shards.units) == 4
     model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-    return [sharding.get_full_tensor(parameter.grad).tolist() for parameter in model.parameters()]
+    return [sharding.get_full_tensor(gradient).tolist() for gradient in get_gradients(model)]
 
 
 def test_views_that_are_changed_in_place_have_their_gradients(processes) -> None:
@@ -189,7 +189,7 @@ def test_views_that_are_changed_in_place_have_their_gradients(processes) -> None
 
 def rank_asks_too_much() -> None:
     configure()
-    model = sharded_vit()
+    model = build_sharded_vit()
     scalar = nn.Identity()
     sharding.check_all_sharded(model)
     model.scale = nn.Parameter(torch.ones(3))
@@ -207,17 +207,15 @@ def test_a_weight_that_would_not_be_sharded_is_refused(processes) -> None:
     processes.run(rank_asks_too_much, ranks=2)
 
 
-def groups() -> list[list[int]]:
+def list_groups() -> list[list[int]]:
     configure(num_shards=2)
     assert sharding._configuration
-    return [
-        dist.get_process_group_ranks(sharding._configuration.mesh.get_group(name))
-        for name in ("replica", "shard")
-    ]
+    mesh = sharding._configuration.mesh
+    return [dist.get_process_group_ranks(mesh.get_group(name)) for name in ("replica", "shard")]
 
 
 def test_neighbours_share_a_model_and_replicas_the_same_shard(processes) -> None:
-    groups_by_rank = processes.run(groups, ranks=4)
+    groups_by_rank = processes.run(list_groups, ranks=4)
     assert groups_by_rank == [
         [[0, 2], [0, 1]],
         [[1, 3], [0, 1]],
@@ -241,22 +239,23 @@ def test_models_are_cut_into_their_blocks(name: str, min_blocks: int, largest: f
     with torch.device("meta"):
         model = timm.create_model(name)
     blocks = find_blocks(model)
+    block_by_parameter = {}
+    for block in reversed(blocks):
+        block_by_parameter |= dict.fromkeys(block.parameters(), block)
+    total = sum(parameter.numel() for parameter in model.parameters())
     sizes = Counter()
-    inner = {id(parameter): block for block in reversed(blocks) for parameter in block.parameters()}
-    for parameter in model.parameters():
-        sizes[inner.get(id(parameter))] += parameter.numel()
+    for parameter, block in block_by_parameter.items():
+        sizes[block] += parameter.numel()
     assert len(blocks) >= min_blocks
-    assert (
-        max(size for block, size in sizes.items() if block is not None) <= largest * sizes.total()
-    )
+    assert max(sizes.values()) <= largest * total
 
 
 def test_blocks_that_share_weights_stay_together() -> None:
     """Each pass begins with what no block has."""
-    model = nn.Sequential(*(nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)))
+    layers = [nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)]
+    model = nn.Sequential(*layers)
     assert find_blocks(model) == list(model)[:2]
     layers = nn.ModuleList([nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)])
     layers[2].linear1.weight = layers[0].linear1.weight
-    assert find_blocks(
-        nn.ModuleDict({"layers": layers, "head": nn.Sequential(nn.Linear(4, 4))})
-    ) == [layers[1]]
+    model = nn.ModuleDict({"layers": layers, "head": nn.Sequential(nn.Linear(4, 4))})
+    assert find_blocks(model) == [layers[1]]

@@ -47,8 +47,9 @@ def test_the_rank_with_the_fewest_collectives_is_blamed() -> None:
         ([(12, True, 5), (12, True, 4)], [1]),
         ([(12, True, 5), (12, True, 5)], [0, 1]),
     ):
-        all_of = [
-            watchdog.Heartbeat(rank, "here", 1, 1, collectives=collectives, waits=waits, step=step)
-            for rank, (collectives, waits, step) in enumerate(beats)
-        ]
-        assert [beat.rank for beat in watchdog.find_stragglers(all_of)] == late
+        heartbeats = []
+        for rank, (count, waits, step) in enumerate(beats):
+            heartbeats.append(
+                watchdog.Heartbeat(rank, "host", 1, 1, collectives=count, waits=waits, step=step)
+            )
+        assert [beat.rank for beat in watchdog.find_stragglers(heartbeats)] == late

@@ -29,7 +29,7 @@ def require_package(name: str) -> None:
     with open(__file__, "rb") as lock:  # apt refuses to run twice at the same time, as tests do
         fcntl.flock(lock, fcntl.LOCK_EX)
         for args in (["update"], ["install", "--yes", "--no-install-recommends", name]):
-            done = subprocess.run(["apt-get", "--quiet", *args], capture_output=True, text=True)
+            done = subprocess.run(["apt-get", "--quiet"] + args, capture_output=True, text=True)
             if done.returncode:
                 pytest.skip(
                     f"needs the Debian package {name}, which can't be installed: "

@@ -20,17 +20,19 @@ def columns(
     images: Sequence[Sequence[tuple]], sizes=((100, 100),), classes=("cat", "dog", "cow")
 ) -> dict:
     """The arguments of `Annotated`; `images` has the objects of each image: box, class, crowd or not."""
-    objects = [(*row, False)[:3] for of_image in images for row in of_image]
-    boxes = np.array([box for box, *_ in objects], np.float32).reshape(-1, 4)
+    objects = []
+    for image_objects in images:
+        objects += image_objects
+    boxes = np.array([entry[0] for entry in objects], np.float32).reshape(-1, 4)
     return {
         "classes": classes,
         "category_ids": np.arange(len(classes)),
         "image_ids": np.arange(len(images)),
         "sizes": np.resize(np.array(sizes, np.int32), (len(images), 2)),
-        "offsets": np.cumsum([0, *map(len, images)]),
+        "offsets": np.cumsum([0] + list(map(len, images))),
         "boxes": boxes,
-        "labels": np.array([label for _, label, _ in objects], np.int64),
-        "crowd": np.array([crowd for *_, crowd in objects], bool),
+        "labels": np.array([entry[1] for entry in objects], np.int64),
+        "crowd": np.array([any(entry[2:]) for entry in objects], bool),
         "areas": (boxes[:, 2:] - boxes[:, :2]).prod(1).astype(np.float64),
     }
 
@@ -52,10 +54,9 @@ def match_one_image(
     objects: list, detections: list, source_type: type[Annotated] = Annotated
 ) -> Matches:
     """Objects (box, class, crowd) and detections (box, score, class) of a picture of 100 x 100 pixels."""
-    rows = np.array([(*box, score, label) for box, score, label in detections], np.float32).reshape(
-        -1, 6
-    )
-    return Matches(source_type(**columns([objects])), np.zeros(len(rows), np.int64), rows)
+    rows = [box + (score, label) for box, score, label in detections]
+    array = np.array(rows, np.float32).reshape(-1, 6)
+    return Matches(source_type(**columns([objects])), np.zeros(len(rows), np.int64), array)
 
 
 def make_awkward_objects(seed: int) -> tuple[Annotated, list[dict]]:
@@ -128,7 +129,7 @@ def boxes_in_coco(ids: np.ndarray, images: np.ndarray, rows: np.ndarray) -> list
     return [
         {
             "image_id": image,
-            "bbox": [*row[:2], row[2] - row[0], row[3] - row[1]],
+            "bbox": [row[0], row[1], row[2] - row[0], row[3] - row[1]],
             "score": row[4],
             "category_id": int(row[5]) + 1,
         }

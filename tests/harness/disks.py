@@ -14,14 +14,12 @@ import pytest
 
 def mount(*args: object) -> None:
     """As root, or by the sudo without a password that hosts of public CI have."""
-    for prefix in ([], ["sudo", "-n"]):
-        done = shutil.which((prefix or ["mount"])[0]) and subprocess.run(
-            [*prefix, *map(str, args)], capture_output=True
-        )
-        if done and done.returncode == 0:
+    command = list(map(str, args))
+    for argv in (command, ["sudo", "-n"] + command):
+        if shutil.which(argv[0]) and subprocess.run(argv, capture_output=True).returncode == 0:
             return
     if "CI" in os.environ:
-        pytest.fail(f"{' '.join(map(str, args))} is not possible here")
+        pytest.fail(f"{' '.join(command)} is not possible here")
     pytest.skip("needs the right to mount a file system")
 
 
@@ -80,10 +78,10 @@ class Ext4:
 def ext4(scratch: Path, size: str) -> Iterator[Ext4]:
     """A disk of `size` bytes with an ext4, of which photographs can be taken."""
     make = shutil.which("mkfs.ext4", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    if not make and "CI" in os.environ:
+        pytest.fail("no mkfs.ext4 here")
     if not make:
-        pytest.fail("no mkfs.ext4 here") if "CI" in os.environ else pytest.skip(
-            "needs mkfs.ext4 (e2fsprogs)"
-        )
+        pytest.skip("needs mkfs.ext4 (e2fsprogs)")
     owner = f"root_owner={os.getuid()}:{os.getgid()}"
     with disk(scratch / "memory", "1g") as memory:  # where what the file system syncs costs nothing
         subprocess.run([make, "-q", "-F", "-E", owner, memory / "image", size], check=True)

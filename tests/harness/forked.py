@@ -73,8 +73,8 @@ class Fork:
     def end(self, seconds: float = 120) -> Ended:
         """Wait for its end, at most `seconds` of an idle machine."""
         limit = Limit(seconds)
-        while self.process.exitcode is None and (left := limit.left()) > 0:
-            self.process.join(min(left, 1.0))
+        while self.process.exitcode is None and limit.left() > 0:
+            self.process.join(1.0)
         if self.process.exitcode is None:
             end_with_stacks([psutil.Process(self.process.pid)])
             raise AssertionError(f"no end within {limit}: {(self.folder / 'err').read_text()}")

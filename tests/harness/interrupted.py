@@ -43,7 +43,9 @@ class Watched:
     def step(self) -> int:
         """The step of the last whole row; 0 if there is none."""
         rows = self.folder / "metrics.jsonl"
-        whole = rows.read_bytes().rpartition(b"\n")[0] if rows.exists() else b""
+        if not rows.exists():
+            return 0
+        whole = rows.read_bytes().rpartition(b"\n")[0]
         return json.loads(whole.rpartition(b"\n")[2])["step"] if whole else 0
 
     def start_number(self) -> int:

@@ -113,9 +113,9 @@ class Started:
         processes end with their stacks.
         """
         limit = Limit(timeout)
-        while self.process.poll() is None and (left := limit.left()) > 0:
+        while self.process.poll() is None and limit.left() > 0:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(min(left, 1.0))
+                self.process.wait(1.0)
         if self.process.poll() is None:
             end_with_stacks([psutil.Process(self.process.pid)])
             pytest.fail(

@@ -20,7 +20,7 @@ PATIENCE = 120  # seconds until a case counts as hanging
 
 
 class Processes:
-    """Up to `most` worker processes, started once; each case gets a fresh process group of the size
+    """Up to `max_ranks` worker processes, started once; each case gets a fresh process group of the size
     it asks for.
     """
 
@@ -55,7 +55,8 @@ class Processes:
                             f"{case.__name__}: rank {rank} gave no answer in {limit}"
                         )
                 answers.append(connection.recv())
-        if failures := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]:
+        failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
+        if failures:
             raise AssertionError("\n".join(failures))
         return [answer for _, answer in answers]
 

@@ -54,21 +54,21 @@ class _Ranges(Handler):
         path = self.path.partition("?")[0]
         server.requests.append((self.path, dict(self.headers), self.client_address[1]))
         with server.lock:
-            fault, *values = (
-                server.faults[path].pop(0) if server.faults[path] else ""
-            ).split() or [""]
+            faults = server.faults[path]
+            fault, _, value = (faults.pop(0) if faults else "").partition(" ")
+        data = server.files.get(path)
         if fault in ("short", "silent", "reset", "torn"):
             self.close_connection = True
         if fault == "status":
-            self._answer(int(values[0]), b"no", {})
+            self._answer(int(value.split()[0]), b"no", {})
         elif fault == "redirect":
-            self._answer(302, b"", {"Location": values[0]})
+            self._answer(302, b"", {"Location": value})
         elif fault == "silent":
             server.ended.wait(20)
         elif fault == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
-        elif (data := server.files.get(path)) is None:
+        elif data is None:
             self._answer(404, b"no", {})
         elif fault == "whole":
             self._answer(200, data, {"ETag": server.tags[path]})
@@ -76,27 +76,27 @@ class _Ranges(Handler):
             self._part(data, server.tags[path], fault)
 
     def _part(self, data: bytes, tag: str, fault: str) -> None:
-        first, last = (
-            int(text) + (fault == "other")
-            for text in self.headers["Range"][len("bytes=") :].split("-")
-        )
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        if fault == "other":
+            first += 1
+            last += 1
         last = min(last, len(data) - 1)
         if first > last:
             return self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
         size = "9" * 6000 if fault == "digits" else len(data)
         headers = {"Content-Range": f"bytes {first}-{last}/{size}", "ETag": tag}
-        headers |= {"Content-Encoding": "gzip"} if fault == "encoded" else {}
+        if fault == "encoded":
+            headers["Content-Encoding"] = "gzip"
         self._answer(206, data[first : last + 1], headers, fault)
 
     def _answer(self, status: int, data: bytes, headers: dict[str, str], fault: str = "") -> None:
         self.send_response(status)
-        length = (
-            {"Transfer-Encoding": "chunked"}
-            if fault == "torn"
-            else {"Content-Length": str(len(data))}
-        )
-        for name, value in (headers | length).items():
+        for name, value in headers.items():
             self.send_header(name, value)
+        if fault == "torn":
+            self.send_header("Transfer-Encoding", "chunked")
+        else:
+            self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if fault == "short":
             data = data[: len(data) // 2]

@@ -37,7 +37,8 @@ def list_class_images(folder: Path) -> list[Path]:
 def split_images(folder: Path, counts: Sequence[int]) -> list[list[Path]]:
     """The images of each shard; the last has all that are left."""
     files = iter(list_class_images(folder))
-    return [*(list(itertools.islice(files, count)) for count in counts[:-1]), list(files)]
+    shards = [list(itertools.islice(files, count)) for count in counts[:-1]]
+    return shards + [list(files)]
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes, **facts: object) -> None:

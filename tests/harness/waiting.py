@@ -35,9 +35,11 @@ class Limit:
 
     def turns(self, pause: float = 0.01) -> Iterator[float]:
         """Seconds left, again and again, `pause` seconds apart, while there are any."""
-        while (left := self.left()) > 0:
+        left = self.left()
+        while left > 0:
             yield left
             time.sleep(pause)
+            left = self.left()
 
     def __str__(self) -> str:
         return (
@@ -54,16 +56,18 @@ def end_with_stacks(processes: Iterable[psutil.Process]) -> None:
     """
     with contextlib.suppress(psutil.NoSuchProcess):
         heads = list(processes)
-        family = {child for head in heads for child in head.children(recursive=True)}
-        for head in heads if family else ():
-            # A launcher that sees a rank end would kill the others before they have written.
-            head.suspend()
-        for part in (family - set(heads), heads):
-            for process in part:
+        family = set()
+        for head in heads:
+            family |= set(head.children(recursive=True))
+        if family:  # a launcher that sees a rank end would kill the others before they have written
+            for head in heads:
+                head.suspend()
+        for generation in (list(family - set(heads)), heads):
+            for process in generation:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGABRT)
                     process.resume()
-            psutil.wait_procs(list(part), _DUMP)
-        for process in (*heads, *family):
+            psutil.wait_procs(generation, _DUMP)
+        for process in heads + list(family):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

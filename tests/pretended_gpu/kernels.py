@@ -51,7 +51,7 @@ def is_cuda(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.is_cuda and not isinstance(x, FakeTensor)  # no memory
 
 
-def host(x: torch.Tensor) -> torch.Tensor:
+def view_on_host(x: torch.Tensor) -> torch.Tensor:
     """The memory of a CUDA tensor, as a CPU tensor."""
     storage = x.untyped_storage()
     if x.is_conj() or x.is_neg():
@@ -63,19 +63,22 @@ def host(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=x.dtype).set_(same, x.storage_offset(), x.shape, x.stride())
 
 
-def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of a CPU tensor on a device, made without a copy that the runtime counts."""
     result = torch.empty_like(x, device=device)
-    host(result).copy_(x)
+    view_on_host(result).copy_(x)
     return result
 
 
-def widened(x: Any) -> Any:
-    return x.float() if isinstance(x, torch.Tensor) and x.dtype in HALF else x
+def widen(x: Any) -> Any:
+    """Half precision in single precision; all else as it is."""
+    if isinstance(x, torch.Tensor) and x.dtype in HALF:
+        return x.float()
+    return x
 
 
 @contextlib.contextmanager
-def announced():
+def announce_compute():
     """Tells the runtime that the CPU computes what this thread launches within the block, so its
     kernels may do nothing.
     """
@@ -86,7 +89,7 @@ def announced():
         runtime.pretended_compute(0)
 
 
-def unknown() -> int:
+def count_unknown() -> int:
     """Number of calls of kernels and runtime functions that nothing computes."""
     return ctypes.c_ulong.in_dll(runtime, "pretended_unknown").value
 
@@ -115,30 +118,26 @@ class Kernels(TorchDispatchMode):
             return result
         if func.namespace == "_c10d_functional":
             with self:
-                return functional(name, *args)
+                return compute_collective(name, *args)
         if func.namespace == "c10d":
             with self:  # also for the copies that a collective makes
                 return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-            args = self.without_masks(*args)
+            args = self.replace_masks(*args)
         elif has_unknown_shape(func, kwargs):
             # The shape (or the answer) depends on values: the host waits for the device.
             torch.cuda.current_stream(device).synchronize()
             result = compute(func, args, kwargs)
-            return tree.tree_map(
-                lambda x: sent(x, device) if isinstance(x, torch.Tensor) else x, result
-            )
-        seed = (
-            drawn_from(args, kwargs, device)
-            if torch.Tag.nondeterministic_seeded in func.tags
-            else None
-        )
-        with announced():
+            return tree.tree_map_only(torch.Tensor, lambda x: send(x, device), result)
+        seed = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            seed = get_seed(args, kwargs, device)
+        with announce_compute():
             results = func(*args, **kwargs)
         fill(func, results, compute(func, args, kwargs, seed))
         return results
 
-    def without_masks(self, x, indices, *more_args):
+    def replace_masks(self, x, indices, *more_args):
         """Replaces masks among indices by their positions. As on CUDA, the host waits until their
         number is known.
         """
@@ -150,27 +149,26 @@ class Kernels(TorchDispatchMode):
         for index in indices:
             if is_cuda(index) and index.dtype in (torch.bool, torch.uint8):
                 torch.cuda.current_stream(index.device).synchronize()
-                result += [sent(places, index.device) for places in host(index).nonzero().unbind(1)]
+                for positions in view_on_host(index).nonzero().unbind(1):
+                    result.append(send(positions, index.device))
             else:
                 result.append(index)
         return x, result, *more_args
 
 
-def functional(name: str, x: torch.Tensor, *more_args: Any) -> torch.Tensor:
+def compute_collective(name: str, x: torch.Tensor, *more_args: Any) -> torch.Tensor:
     """A collective of DTensors, by the one of c10d that NCCL's stand-in knows."""
     if name in ("wait_tensor", "_wrap_tensor_autograd"):
         return x
-    group = (
-        more_args[-1]
-        if isinstance(more_args[-1], dist.ProcessGroup)
-        else dist.distributed_c10d._resolve_process_group(more_args[-1])
-    )
+    group = more_args[-1]
+    if not isinstance(group, dist.ProcessGroup):
+        group = dist.distributed_c10d._resolve_process_group(group)
     if name == "all_reduce":
         result = x.clone()
         operator = getattr(dist.ReduceOp, more_args[0].upper())
         dist.all_reduce(result, operator, group=group)
     elif name == "all_gather_into_tensor":
-        result = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+        result = x.new_empty((x.shape[0] * group.size(),) + x.shape[1:])
         dist.all_gather_into_tensor(result, x.contiguous(), group=group)
     else:
         raise NoKernel(f"no kernel for _c10d_functional.{name}")
@@ -210,19 +208,25 @@ def has_unknown_shape(func, kwargs: dict) -> bool:
     return unknown or func is torch.ops.torchvision.nms.default
 
 
-def drawn_from(args: tuple, kwargs: dict, device: torch.device) -> int:
+def get_seed(args: tuple, kwargs: dict, device: torch.device) -> int:
     """Seed for an operator that draws random numbers, from the state of the device's generator
     before it draws.
     """
     generators = [x for x in tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    generator = generators[0] if generators else torch.cuda.default_generators[index]
+    if generators:
+        generator = generators[0]
+    elif device.index is None:
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    else:
+        generator = torch.cuda.default_generators[device.index]
     return hash((generator.initial_seed(), generator.get_offset())) & 0x7FFFFFFFFFFFFFFF
 
 
 def compute(func, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
     """Runs `func` on the CPU, on the memory of its CUDA tensors; in-place operators write there."""
-    memory = tree.tree_map(lambda x: host(x) if is_cuda(x) else on_cpu(x), (tuple(args), kwargs))
+    memory = tree.tree_map(
+        lambda x: view_on_host(x) if is_cuda(x) else on_cpu(x), (tuple(args), kwargs)
+    )
 
     def run(args: tuple, kwargs: dict) -> Any:
         if seed is not None:
@@ -234,32 +238,36 @@ def compute(func, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
         try:
             return run(*memory)
         except RuntimeError as error:  # some CPU kernels exist only in single and double precision
-            wide = tree.tree_map(widened, memory)
+            wide = tree.tree_map(widen, memory)
             pairs = list(zip(tree.tree_leaves(memory), tree.tree_leaves(wide), strict=True))
             if all(x is y for x, y in pairs):
                 raise NoKernel(f"no kernel for {func}: {str(error).splitlines()[0]}") from error
             result = run(*wide)
-            for narrow, x in pairs if func._schema.is_mutable else ():
-                if x is not narrow:
-                    narrow.copy_(x)
+            if func._schema.is_mutable:
+                for narrow, x in pairs:
+                    if x is not narrow:
+                        narrow.copy_(x)
             return result
 
 
 def on_cpu(x: Any) -> Any:
     if isinstance(x, torch.Generator):
-        return None  # replaced by the seed of `drawn_from`
+        return None  # replaced by the seed of `get_seed`
     return torch.device("cpu") if isinstance(x, torch.device) else x
+
+
+def list_leaves(results: Any) -> list:
+    """Tensors, numbers and None of an operator's results, in order; no results are an empty list."""
+    if results is None:
+        return []
+    return tree.tree_leaves(results, is_leaf=lambda x: x is None)
 
 
 def fill(func, results: Any, computed: Any) -> None:
     """Copies the CPU's results into the memory of the device's results; None in `computed`: nobody
     reads that one.
     """
-    results, computed = ([x] if is_tensor(x) else list(x or ()) for x in (results, computed))
-    results, computed = (
-        tree.tree_leaves(x, is_leaf=lambda x: x is None) for x in (results, computed)
-    )
-    for empty, full in zip(results, computed, strict=True):
+    for empty, full in zip(list_leaves(results), list_leaves(computed), strict=True):
         if not is_tensor(empty) or full is None:
             continue
         if empty.shape != full.shape:
@@ -267,7 +275,7 @@ def fill(func, results: Any, computed: Any) -> None:
                 f"no kernel for {func}: {tuple(empty.shape)} on CUDA, {tuple(full.shape)} on the "
                 "CPU"
             )
-        memory = host(empty) if empty.is_cuda else empty
+        memory = view_on_host(empty) if empty.is_cuda else empty
         if memory.data_ptr() != full.data_ptr():
             memory.copy_(full)
 
@@ -288,50 +296,56 @@ def kernel(function: Callable) -> Callable:
 
 def per_channel(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """[C] -> [1, C, 1 ...], for broadcasting with `like` [N, C, ...]."""
-    return x.view(1, -1, *[1] * (like.dim() - 2))
+    return x.view([1, -1] + [1] * (like.dim() - 2))
 
 
-def over_samples(x: torch.Tensor) -> list[int]:
-    return [0, *range(2, x.dim())]
+def list_sample_dims(x: torch.Tensor) -> list[int]:
+    return [0] + list(range(2, x.dim()))
 
 
 @kernel
 def native_batch_norm(x, weight, bias, mean, variance, training, momentum, eps):
-    y, *saved = aten.native_batch_norm(
-        widened(x), weight, bias, mean, variance, training, momentum, eps
+    y, saved_mean, saved_deviation = aten.native_batch_norm(
+        widen(x), weight, bias, mean, variance, training, momentum, eps
     )
-    return y, *(saved if training else (None, None))
+    if training:
+        return y, saved_mean, saved_deviation
+    return y, None, None
 
 
 @kernel
 def native_batch_norm_backward(gradient, x, *more_args):
-    return aten.native_batch_norm_backward(widened(gradient), widened(x), *more_args)
+    return aten.native_batch_norm_backward(widen(gradient), widen(x), *more_args)
 
 
 @kernel
-def cudnn_batch_norm(*arguments):
-    return *native_batch_norm(*arguments), None
+def cudnn_batch_norm(*args):
+    return native_batch_norm(*args) + (None,)
 
 
 @kernel
 def cudnn_batch_norm_backward(
     x, gradient, weight, mean, variance, saved_mean, saved_deviation, eps, reserve
 ):
-    saved = mean, variance, saved_mean, saved_deviation
-    return native_batch_norm_backward(gradient, x, weight, *saved, True, eps, [True] * 3)
+    return native_batch_norm_backward(
+        gradient, x, weight, mean, variance, saved_mean, saved_deviation, True, eps, [True] * 3
+    )
 
 
 @kernel
 def batch_norm_stats(x, eps):
-    variance, mean = torch.var_mean(widened(x), over_samples(x), correction=0)
+    variance, mean = torch.var_mean(widen(x), list_sample_dims(x), correction=0)
     return mean, (variance + eps).rsqrt()
 
 
 @kernel
 def batch_norm_elemt(x, weight, bias, mean, inverse_deviation, eps):
-    y = (widened(x) - per_channel(mean, x)) * per_channel(inverse_deviation, x)
-    y = y if weight is None else y * per_channel(weight, x)
-    return y if bias is None else y + per_channel(bias, x)
+    y = (widen(x) - per_channel(mean, x)) * per_channel(inverse_deviation, x)
+    if weight is not None:
+        y = y * per_channel(weight, x)
+    if bias is not None:
+        y = y + per_channel(bias, x)
+    return y
 
 
 @kernel
@@ -352,28 +366,25 @@ def batch_norm_gather_stats_with_counts(
 
 @kernel
 def batch_norm_backward_reduce(
-    gradient, x, mean, inverse_deviation, weight, of_input, of_weight, of_bias
+    gradient, x, mean, inverse_deviation, weight, needs_input, needs_weight, needs_bias
 ):
-    gradient = widened(gradient)
-    centred = widened(x) - per_channel(mean, x)
-    total = gradient.sum(over_samples(x))
-    slope = (gradient * centred).sum(over_samples(x))
-    weight_gradient = slope * inverse_deviation if of_weight else None
-    return (
-        total if of_input else None,
-        slope if of_input else None,
-        weight_gradient,
-        total if of_bias else None,
-    )
+    gradient = widen(gradient)
+    centred = widen(x) - per_channel(mean, x)
+    total = gradient.sum(list_sample_dims(x))
+    slope = (gradient * centred).sum(list_sample_dims(x))
+    weight_gradient = slope * inverse_deviation
+    mask = (needs_input, needs_input, needs_weight, needs_bias)
+    results = (total, slope, weight_gradient, total)
+    return tuple(x if is_needed else None for x, is_needed in zip(results, mask, strict=True))
 
 
 @kernel
 def batch_norm_backward_elemt(gradient, x, mean, inverse_deviation, weight, total, slope, counts):
     count = counts.sum()
-    centred = widened(x) - per_channel(mean, x)
+    centred = widen(x) - per_channel(mean, x)
     slope = per_channel(slope / count * inverse_deviation.square(), x)
     scale = inverse_deviation if weight is None else inverse_deviation * weight
-    return (widened(gradient) - per_channel(total / count, x) - centred * slope) * per_channel(
+    return (widen(gradient) - per_channel(total / count, x) - centred * slope) * per_channel(
         scale, x
     )
 

@@ -20,16 +20,17 @@ def run(main: Callable[[], None]) -> None:
             main()
         finally:
             # Also if the program has caught the error.
-            if (lost := kernels.unknown()) and sys.exc_info()[0] in (None, SystemExit):
+            count = kernels.count_unknown()
+            if count and sys.exc_info()[0] in (None, SystemExit):
                 sys.exit(
-                    f"{lost} kernels or functions of the GPU were called that nothing computes: "
+                    f"{count} kernels or functions of the GPU were called that nothing computes: "
                     "see above"
                 )
 
 
-def run_script(words: Sequence[str]) -> None:
+def run_script(argv: Sequence[str]) -> None:
     """A script, as Python itself does."""
-    sys.argv = list(words)
+    sys.argv = list(argv)
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
 

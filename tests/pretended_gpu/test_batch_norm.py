@@ -25,7 +25,7 @@ CASES = list(itertools.product(("group", "node", "global"), TOLERANCES, SHAPES))
 MODES = {"group 2": 2, "group 8": 8, "node": 1, "global": 1}  # number of groups in a batch
 
 
-def layer_of(mode: str, group_size: int, dtype: torch.dtype, shape: tuple) -> nn.Module:
+def build_layer(mode: str, group_size: int, dtype: torch.dtype, shape: tuple) -> nn.Module:
     kind = nn.BatchNorm2d if len(shape) == 2 else nn.BatchNorm1d
     layer = kind(CHANNELS, dtype=torch.promote_types(dtype, torch.float32))
     generator = torch.Generator().manual_seed(3)
@@ -35,7 +35,9 @@ def layer_of(mode: str, group_size: int, dtype: torch.dtype, shape: tuple) -> nn
     return layer
 
 
-def results(layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+def compute_results(
+    layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor
+) -> dict[str, torch.Tensor]:
     x = x.detach().requires_grad_()
     y = layer(x)
     y.backward(gradient)
@@ -54,26 +56,22 @@ def compare(mode: str, dtype: str, shape: str) -> float:
     kind = getattr(torch, dtype)
     count = (6, 4)[dist.get_rank()]
     generator = torch.Generator().manual_seed(dist.get_rank())
-    x = (
-        torch.randn(count, CHANNELS, *SHAPES[shape], dtype=torch.float64, generator=generator) + 5
-    ).to(kind)
+    size = (count, CHANNELS) + SHAPES[shape]
+    x = (torch.randn(size, dtype=torch.float64, generator=generator) + 5).to(kind)
     gradient = torch.randn(x.shape, dtype=torch.float64, generator=generator).to(kind)
     if shape == "channels_last":
         x = x.to(memory_format=torch.channels_last)
-    of = {
-        device: results(
-            layer_of(mode, 2, kind, SHAPES[shape]).to(device), x.to(device), gradient.to(device)
-        )
-        for device in ("cuda", "cpu")
-    }
-    assert of["cuda"].keys() == of["cpu"].keys()
-    return max(
-        float(
-            (of["cuda"][name].cpu().double() - value.double()).abs().max()
-            / value.double().abs().max()
-        )
-        for name, value in of["cpu"].items()
-    )
+    by_device = {}
+    for device in ("cuda", "cpu"):
+        layer = build_layer(mode, 2, kind, SHAPES[shape]).to(device)
+        by_device[device] = compute_results(layer, x.to(device), gradient.to(device))
+    assert by_device["cuda"].keys() == by_device["cpu"].keys()
+    errors = []
+    for name, tensor in by_device["cpu"].items():
+        expected = tensor.double()
+        difference = by_device["cuda"][name].cpu().double() - expected
+        errors.append(float(difference.abs().max() / expected.abs().max()))
+    return max(errors)
 
 
 def measure_cost(mode: str, groups: int, memory_format: torch.memory_format) -> dict:
@@ -82,7 +80,7 @@ def measure_cost(mode: str, groups: int, memory_format: torch.memory_format) -> 
     """
     count = 32
     kind = torch.bfloat16
-    layer = layer_of(mode, count // groups, kind, (64, 64)).cuda()
+    layer = build_layer(mode, count // groups, kind, (64, 64)).cuda()
     x = torch.randn(count, CHANNELS, 64, 64).to(kind).cuda().to(memory_format=memory_format)
     gradient = torch.ones_like(x)
     x = x.requires_grad_()

@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common.distributed.collectives import leave_process_group
 from tests.harness.launching import small
+from tests.harness.outcomes import read
 from tests.harness.several import load_recipe
 from tests.recipes.copied import CHANGES, copy
 
@@ -109,7 +110,7 @@ class _Enough(BaseException):
     """Ends a run."""
 
 
-def counted_steps(main: Callable[[], None]) -> list[Counter[str]]:
+def count_waits(main: Callable[[], None]) -> list[Counter[str]]:
     """Run `main` for `FIRST` + `STEPS` steps; how often the host waited in each of the last ones.
 
     A step lasts from the end of one call of the optimizer to the end of the next. Names are a
@@ -177,12 +178,9 @@ def _place() -> str:
         for name in names
         if not name.startswith(("torch/", "_dynamo/", "cuda/", "site-packages/"))
     ]
-    places = (
-        [*project_frames[-1:], *library[-1:]]
-        if not node
-        else [f"the backward pass of {node.name()}"]
-    )
-    return ", ".join(dict.fromkeys(places))
+    if node:
+        return f"the backward pass of {node.name()}"
+    return ", ".join(dict.fromkeys(project_frames[-1:] + library[-1:]))
 
 
 def main(cases: dict[str, tuple], folder: Path) -> None:
@@ -196,7 +194,7 @@ def main(cases: dict[str, tuple], folder: Path) -> None:
         task = Path(recipe).stem
         flags = f"{_OF[task]} {flags} --output_dir {folder} --name {name}"
         sys.argv = [str(recipe), *small(flags.split(), task)]
-        results[name] = counted_steps(load_recipe(Path(recipe)).main)
+        results[name] = count_waits(load_recipe(Path(recipe)).main)
     (folder / f"WAITS.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(results))
     leave_process_group()
 
@@ -224,8 +222,11 @@ def count(gpus, tmp_path_factory):
     def run(cases, devices=1):
         done = gpus.run_main(devices, functools.partial(main, cases, folder))
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        ranks = [json.loads((folder / f"WAITS.{rank}.json").read_text()) for rank in range(devices)]
-        return {name: [wait for of_rank in ranks for wait in of_rank[name]] for name in cases}
+        steps = {name: [] for name in cases}
+        for rank in range(devices):
+            for name, counted in read(folder / f"WAITS.{rank}.json").items():
+                steps[name] += counted
+        return steps
 
     return run
 
@@ -234,16 +235,16 @@ def check(steps, waits, hidden=None):
     """Every step has exactly these waits; `hidden`: waits that only the pretended runtime hears."""
     assert steps
     for step in steps:
-        found = Counter()
+        waits_of_streams = Counter()
         other_waits = Counter()
         for name, often in step.items():
             function, line = name.split(" ", 1)
             if function == WAIT:
-                found[re.sub(r":\d+", "", line)] += often
+                waits_of_streams[re.sub(r":\d+", "", line)] += often
             # A copy that is waited for was counted as a wait.
             elif function != "cudaMemcpyAsync" or f"{WAIT} {line}" not in step:
                 other_waits[re.sub(r":\d+", "", name)] += often
-        assert found == waits, step
+        assert waits_of_streams == waits, step
         assert IS_REAL or other_waits == REPORT | (hidden or {}), step
 
 
@@ -269,9 +270,9 @@ def test_a_step_waits_only_for_what_a_detector_has_to_know(steps, name):
 
 def test_on_two_gpus_only_a_wait_that_was_added_is_found(count, tmp_path):
     """Also with numbers that a copied recipe logs."""
-    steps = count(
-        {"waiting": (copy(tmp_path / "waiting" / "cls.py", WAITING), *CLS["varied"])}, devices=2
-    )["waiting"]
+    precision, flags = CLS["varied"]
+    recipe = copy(tmp_path / "waiting" / "cls.py", WAITING)
+    steps = count({"waiting": (recipe, precision, flags)}, devices=2)["waiting"]
     # By DDP in its first ten steps.
     timed = {"cudaEventSynchronize waiting/cls.py, parallel/distributed.py": 8}
     check(steps, {"waiting/cls.py": 1}, timed | {"cudaMemcpyAsync waiting/cls.py": 1})

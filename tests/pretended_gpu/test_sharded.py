@@ -36,11 +36,11 @@ def assert_trained(run: Outcome, states: float, devices: int, gib: float) -> tup
     predicted, peak = assert_predicted(run, min_share=0.75)
     assert states / devices < 0.97 * peak and predicted < gib
     assert np.isfinite(run.column("train/loss")).all()
-    shapes = [
-        {name: tensor.shape for name, tensor in tensors.items()}
-        for tensors in (load_file(run.folder / "best/model.safetensors"), run.tensors("ema"))
-    ]
-    assert shapes[0] == shapes[1]
+    best = load_file(run.folder / "best/model.safetensors")
+    average = run.tensors("ema")
+    assert best.keys() == average.keys()
+    for name, tensor in best.items():
+        assert tensor.shape == average[name].shape, name
     return predicted, peak
 
 

@@ -30,7 +30,7 @@ def test_the_flag_decides_which_model_is_best(run_several, tmp_path) -> None:
     )
 
 
-def test_equal_results_go_to_the_lower_loss_then_to_the_later_step() -> None:
+def test_equal_results_go_to_the_lower_loss_then_the_later_step() -> None:
     progress = Progress()
     evaluations = [(0.5, 2.0), (0.5, 3.0), (0.5, 1.0), (0.5, 1.0), (0.4, 0.1)]
     is_best = []

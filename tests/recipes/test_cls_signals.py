@@ -228,7 +228,7 @@ def test_a_rank_that_is_killed_in_an_evaluation_does_not_move_it(forks, tmp_path
     assert_same_run(tmp_path / "killed", tmp_path / "whole", 9)
 
 
-def test_steps_are_saved_although_the_evaluation_of_another_process_hangs(forks, tmp_path) -> None:
+def test_steps_are_saved_although_another_evaluation_hangs(forks, tmp_path) -> None:
     """The second rank leaves alone, and says so: the evaluation is made after the next step."""
     args = ["--output_dir", tmp_path] + STOPPED
     observers = {0: LostEvaluation(), 1: StuckEvaluation()}

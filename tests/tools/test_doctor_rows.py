@@ -126,7 +126,7 @@ def test_the_rehearsal_judges_waiting_lag_memory_and_disk() -> None:
     )
 
 
-def test_a_rehearsal_has_the_numbers_of_its_launch_and_names_the_cause_of_a_failure(
+def test_a_rehearsal_has_its_launch_and_names_a_failures_cause(
     monkeypatch,
 ) -> None:
     environ = {
