@@ -26,13 +26,13 @@ COUNTED = "auto"  # number of processes: torch counts the GPUs
 PRECISIONS = {"": "no", "_fp16": "fp16", "_bf16": "bf16"}
 
 
-def num_processes(name: str) -> int:
+def count_processes(name: str) -> int:
     """Of a file, on a machine with 8 GPUs."""
-    number = keys_of(name).get("num_processes", 1)
+    number = list_keys(name).get("num_processes", 1)
     return 8 if number == COUNTED else number
 
 
-def keys_of(name: str) -> dict[str, object]:
+def list_keys(name: str) -> dict[str, object]:
     return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
 
 
@@ -76,7 +76,7 @@ def test_a_file_begins_with_the_command_for_every_machine(path: Path) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("path", [path for path in FILES if num_processes(path.stem) > 1])
+@pytest.mark.parametrize("path", [path for path in FILES if count_processes(path.stem) > 1])
 def test_processes_meet_where_they_can_be_replaced(path: Path) -> None:
     """Accelerate takes the flag from the section that no other part of it reads; a flag on the
     command line wins.
@@ -98,15 +98,15 @@ def test_processes_meet_where_they_can_be_replaced(path: Path) -> None:
 def test_files_differ_only_in_precision_machines_and_devices() -> None:
     for layout in GPU_LAYOUTS:
         for suffix, precision in PRECISIONS.items():
-            assert keys_of(layout + suffix) == {**keys_of(layout), "mixed_precision": precision}
-    two = keys_of("2node")
-    assert two["num_processes"] / 2 == num_processes("multi_gpu")
+            assert list_keys(layout + suffix) == {**list_keys(layout), "mixed_precision": precision}
+    two = list_keys("2node")
+    assert two["num_processes"] / 2 == count_processes("multi_gpu")
     command = ["--config_file", str(FOLDER / "2node.yaml"), "--main_process_ip", "10.0.0.1"]
     # As docs/layouts.md says.
     command += ["--num_machines", "4", "--num_processes", "32", "recipes/cls.py"]
     four, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
     assert (four.num_machines, four.num_processes) == (4, 32)
-    assert keys_of("2node_cpu") == two | {
+    assert list_keys("2node_cpu") == two | {
         "gpu_ids": "-1,-1",
         "num_processes": 2,
         "mixed_precision": "no",
@@ -120,7 +120,7 @@ def test_files_that_shard_differ_only_in_the_sharding() -> None:
         (f"2node_{kind}_bf16", "2node_bf16") for kind in ("fsdp", "hsdp")
     }:
         actual, expected = (
-            {key: value for key, value in keys_of(file).items() if key not in allowed}
+            {key: value for key, value in list_keys(file).items() if key not in allowed}
             for file in (name, base)
         )
         assert actual == expected, name
@@ -129,7 +129,7 @@ def test_files_that_shard_differ_only_in_the_sharding() -> None:
         )
         command.main_process_ip = "127.0.0.1"
         environ = prepare_multi_gpu_env(_validate_launch_command(command)[0])
-        sharding = read_sharding(environ | {"WORLD_SIZE": str(num_processes(name))})
+        sharding = read_sharding(environ | {"WORLD_SIZE": str(count_processes(name))})
         assert sharding == Sharding(num_shards=8 if "hsdp" in name else 0), name
 
 
@@ -147,7 +147,7 @@ def test_a_file_of_one_machine_counts_its_gpus(name: str, monkeypatch) -> None:
     assert counts == [3, 2]
 
 
-def worlds(folder: Path) -> dict[str, list]:
+def read_worlds(folder: Path) -> dict[str, list]:
     return {path.name: json.loads(path.read_text()) for path in folder.glob("rank*.json")}
 
 
@@ -162,7 +162,7 @@ def test_a_cpu_file_starts_ranks_that_hear_each_other(
     )
     assert done.returncode == 0, done.stderr
     layout = [2, 3, f"2 processes on 1 node, cpu (gloo), {precision}, started by accelerate launch"]
-    assert worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
+    assert read_worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
 
 
 def test_two_machines_make_one_world_and_name_a_missing_address(launch, probe, tmp_path) -> None:
@@ -176,7 +176,7 @@ def test_two_machines_make_one_world_and_name_a_missing_address(launch, probe, t
     nodes = [node.finish() for node in (first, second)]
     assert [node.returncode for node in nodes] == [0, 0], nodes
     layout = [2, 3, "2 processes on 2 nodes, cpu (gloo), fp32, started by accelerate launch"]
-    assert worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
+    assert read_worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
     done = forgotten.finish()
     way_out = "pass --main_process_ip or export MASTER_ADDR, the address of the first machine"
     assert done.returncode == 1 and done.stderr.splitlines()[-1].endswith(way_out)

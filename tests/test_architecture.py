@@ -4,7 +4,6 @@ That rooms import only from lower rooms stands in pyproject.toml, for import-lin
 """
 
 import ast
-import dataclasses
 import inspect
 import re
 from importlib import import_module
@@ -20,10 +19,9 @@ SOURCES = {}
 for top in ("common", "compat", "recipes", "tools", "benchmarks", "tests"):
     for path in sorted((ROOT / top).rglob("*.py")):
         SOURCES[path.relative_to(ROOT)] = path.read_text()
-RECIPES = {path.stem: source for path, source in SOURCES.items() if path.parts[0] == "recipes"}
-ROOMS = {path.parts[1].removesuffix(".py") for path in SOURCES if path.parts[0] == "common"}
-ROOMS = sorted(ROOMS - {"__init__"})
-FACES = [room for room in ROOMS if (ROOT / "common" / room).is_dir()]
+RECIPES = {path.stem: path.read_text() for path in (ROOT / "recipes").glob("*.py")}
+FACES = sorted(path.parent.name for path in (ROOT / "common").glob("*/__init__.py"))
+ROOMS = FACES + sorted(path.stem for path in (ROOT / "common").glob("[!_]*.py"))
 
 SHARED = (OptimizationConfig, RunConfig)
 # What a person reads who opens a recipe: names of the project in `main`, `run.x` included.
@@ -85,9 +83,10 @@ def test_one_module_calls_what_only_devices_of_a_kind_have() -> None:
     for path, source in SOURCES.items():
         if path.parts[0] in ("common", "compat", "recipes", "tools"):
             tree = ast.parse(source)
-            names = set(map(ast.unparse, find_nodes(tree, ast.Attribute, ast.alias)))
-            names |= {node.module for node in find_nodes(tree, ast.ImportFrom)}
-            if names & OF_ONE_KIND:
+            names = list(map(ast.unparse, find_nodes(tree, ast.Attribute, ast.alias)))
+            for node in find_nodes(tree, ast.ImportFrom):
+                names.append(node.module)
+            if OF_ONE_KIND.intersection(names):
                 callers.append(str(path))
     assert callers == ["common/distributed/devices.py"]
 
@@ -108,21 +107,27 @@ def test_modules_say_what_they_are() -> None:
 
 
 def get_name(node: ast.AST) -> str:
-    """The last part of a dotted name."""
+    """The name of a variable, a function or a class, or the last part of a dotted one."""
     if isinstance(node, ast.Attribute):
         return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.alias)):
+        return node.name
+    return ""
 
 
 def find_main(tree: ast.Module) -> ast.FunctionDef:
-    [main] = [node for node in find_nodes(tree, ast.FunctionDef) if node.name == "main"]
-    return main
+    return next(node for node in find_nodes(tree, ast.FunctionDef) if node.name == "main")
 
 
 def find_imports(source: str) -> list[ast.ImportFrom]:
     """What is imported from common, by module."""
-    nodes = find_nodes(ast.parse(source), ast.ImportFrom)
-    return [node for node in nodes if (node.module or "").startswith("common")]
+    imports = []
+    for node in find_nodes(ast.parse(source), ast.ImportFrom):
+        if (node.module or "").startswith("common"):
+            imports.append(node)
+    return imports
 
 
 def find_names_in_main(source: str) -> set[str]:
@@ -130,22 +135,24 @@ def find_names_in_main(source: str) -> set[str]:
     tree = ast.parse(source)
     project = set()
     for node in find_imports(source):
-        project |= {alias.asname or alias.name for alias in node.names}
+        for alias in node.names:
+            project.add(alias.asname or alias.name)
     for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            project.add(node.name)
-        elif isinstance(node, ast.Assign):
+        project.add(get_name(node))
+        if isinstance(node, ast.Assign):
             project |= set(map(get_name, node.targets))
-    main = find_main(tree)
-    names = {node.id for node in find_nodes(main, ast.Name)}
-    attributes = set(map(ast.unparse, find_nodes(main, ast.Attribute)))
-    return (project & names) | {name for name in attributes if re.fullmatch(r"run\.\w+", name)}
+    names = set()
+    for node in find_nodes(find_main(tree), ast.Name, ast.Attribute):
+        text = ast.unparse(node)
+        if text in project or re.fullmatch(r"run\.\w+", text):
+            names.add(text)
+    return names
 
 
 def check_order(source: str) -> list[str]:
     """A recipe reads: docstring, Config, build_* functions, evaluate, others, main and its guard."""
     tree = ast.parse(source)
-    names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    names = list(filter(None, map(get_name, tree.body)))
     problems = []
     if not ast.get_docstring(tree):
         problems.append("there is no docstring")
@@ -161,18 +168,18 @@ def check_order(source: str) -> list[str]:
 def check_step(source: str) -> list[str]:
     """Lines of the step that don't stand in `main`, in their order."""
     calls = find_nodes(find_main(ast.parse(source)), ast.Call)
-    callees = [get_name(call.func) for call in sorted(calls, key=lambda call: call.lineno)]
-    if [name for name in callees if name in STEP] == STEP:
+    calls.sort(key=lambda call: call.lineno)
+    callees = [get_name(call.func) for call in calls]
+    if list(filter(STEP.__contains__, callees)) == STEP:
         return []
     return [f"main calls {callees}"]
 
 
 def check_ranks(source: str) -> list[str]:
     """What tells one rank from another: a recipe does the same on all."""
-    tree = ast.parse(source)
-    names = set(map(get_name, ast.walk(tree)))
-    names |= {node.value for node in find_nodes(tree, ast.Constant)}
-    names |= {node.name for node in find_nodes(tree, ast.alias)}
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        names.add(node.value if isinstance(node, ast.Constant) else get_name(node))
     return sorted(RANKS & names)
 
 
@@ -184,19 +191,22 @@ def check_fields(source: str) -> list[str]:
     problems = []
     shared = set()
     for base in SHARED:
-        shared |= {field.name for field in dataclasses.fields(base)}
+        shared |= base.__dataclass_fields__.keys()
     for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef) or not re.fullmatch("(?!_).*Config", node.name):
             continue
         explained = shared if node.name == "Config" and node.bases else set()
-        fields = [line for line in node.body if isinstance(line, ast.AnnAssign)]
-        if len(fields) > MAX_FIELDS:
-            problems.append(f"{node.name}: {len(fields)} fields, at most {MAX_FIELDS}")
+        num_fields = 0
         for line, following in zip(node.body, node.body[1:] + [None], strict=True):
-            value = following.value if isinstance(following, ast.Expr) else None
-            has_docstring = isinstance(value, ast.Constant)
-            if line in fields and not has_docstring and line.target.id not in explained:
+            if not isinstance(line, ast.AnnAssign):
+                continue
+            num_fields += 1
+            value = getattr(following, "value", None)
+            has_docstring = isinstance(following, ast.Expr) and isinstance(value, ast.Constant)
+            if not has_docstring and line.target.id not in explained:
                 problems.append(f"{node.name}.{line.target.id} has no docstring")
+        if num_fields > MAX_FIELDS:
+            problems.append(f"{node.name}: {num_fields} fields, at most {MAX_FIELDS}")
     return problems
 
 
@@ -213,11 +223,9 @@ def test_a_recipe_passes(check, name: str) -> None:
 def test_a_recipe_is_one_page(name: str) -> None:
     source = RECIPES[name]
     imports = find_imports(source)
-    modules = {node.module for node in imports}
-    assert modules <= {f"common.{room}" for room in ROOMS}, (
-        "a recipe imports from rooms, not from modules inside them"
-    )
-    assert len(modules) <= MAX_MODULES
+    for node in imports:
+        assert node.module.removeprefix("common.") in ROOMS, "a recipe imports no inner module"
+    assert len({node.module for node in imports}) <= MAX_MODULES
     assert sum(len(node.names) for node in imports) <= MAX_IMPORTED_NAMES
     assert len(source.splitlines()) <= MAX_LINES[name] and "partial" not in source
     names_in_main = find_names_in_main(source)
@@ -233,8 +241,7 @@ def test_a_recipe_is_one_page(name: str) -> None:
 
 
 def test_a_run_is_small_to_look_at() -> None:
-    functions = inspect.getmembers(Run, callable)
-    methods = [name for name, _ in functions if name in vars(Run) and not name.startswith("_")]
+    methods = [name for name in vars(Run) if callable(getattr(Run, name)) and name[0] != "_"]
     assert len(methods) <= MAX_METHODS_OF_RUN, methods
     assert len(inspect.signature(Run.prepare).parameters) - 1 <= MAX_ARGUMENTS_OF_PREPARE
 

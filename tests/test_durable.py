@@ -39,7 +39,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def folder_with(path: Path, text: str) -> Path:
+def write_folder(path: Path, text: str) -> Path:
     path.mkdir(parents=True)
     (path / "file").write_text(text)
     return path
@@ -56,7 +56,7 @@ def test_a_file_is_synced_then_named_then_its_folder_is_synced(
 
 
 def test_a_folder_is_synced_with_all_in_it(tmp_path: Path, steps: list[str]) -> None:
-    folder_with(tmp_path / "one/two", "")
+    write_folder(tmp_path / "one/two", "")
     sync_folder(tmp_path / "one")
     assert steps == ["sync one/two", "sync one/two/file", "sync one"]
 
@@ -66,8 +66,8 @@ def test_the_old_folder_goes_only_once_the_new_one_is_durable(
 ) -> None:
     final = tmp_path / "best"
     for text in ("one", "two"):
-        folder_with(tmp_path / ".best.tmp", text)
-        folder_with(tmp_path / ".best.old", "left by a kill")
+        write_folder(tmp_path / ".best.tmp", text)
+        write_folder(tmp_path / ".best.old", "left by a kill")
         replace_folder(final, tmp_path / ".best.tmp")
         assert (final / "file").read_text() == text
         assert [path.name for path in tmp_path.iterdir()] == ["best"]
@@ -114,7 +114,7 @@ def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path: Path, final: s
 
 
 def test_removing_a_link_keeps_its_target(tmp_path: Path) -> None:
-    folder_with(tmp_path / "victim", "mine")
+    write_folder(tmp_path / "victim", "mine")
     for path in (tmp_path / "victim", tmp_path / "victim/file", tmp_path / "nowhere"):
         (tmp_path / "link").symlink_to(path)
         remove(tmp_path / "link")

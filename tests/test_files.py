@@ -22,7 +22,7 @@ def test_a_folder_may_be_deeper_than_the_recursion_limit(tmp_path: Path) -> None
         os.rmdir(folder)
 
 
-def laughs(levels: int) -> str:
+def build_laughs(levels: int) -> str:
     """YAML of a few lines that stands for 10^levels entries."""
     return "a0: &a0 [x]\n" + "".join(
         f"a{n}: &a{n} [{f'*a{n - 1}, ' * 10}]\n" for n in range(1, levels)
@@ -32,7 +32,7 @@ def laughs(levels: int) -> str:
 @pytest.mark.parametrize(
     "text, message",
     [
-        (laughs(9), "repeats a list or mapping"),
+        (build_laughs(9), "repeats a list or mapping"),
         (f"a: &a {[0] * 17}\nb: *a", "repeats a list or mapping"),
         ("a: &a {x: 1}\nb: {<<: [*a, *a]}", "repeats a list or mapping"),
         ("[" * 20_000, "nested too deeply"),

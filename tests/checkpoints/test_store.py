@@ -93,7 +93,7 @@ def test_the_newest_are_kept_also_where_their_names_grow_longer(tmp_path: Path) 
     assert find_newest(tmp_path) == (None, [])
 
 
-def flip(path: Path, position: float) -> None:
+def flip_bit(path: Path, position: float) -> None:
     """Flip a bit of a file, at the start for 0, at the end for 1."""
     data = bytearray(path.read_bytes())
     data[int(position * (len(data) - 1))] ^= 1
@@ -101,9 +101,9 @@ def flip(path: Path, position: float) -> None:
 
 
 DAMAGES = {
-    "flipped at the start": lambda path: flip(path, 0.0),
-    "flipped in the middle": lambda path: flip(path, 0.5),
-    "flipped at the end": lambda path: flip(path, 1.0),
+    "flipped at the start": lambda path: flip_bit(path, 0.0),
+    "flipped in the middle": lambda path: flip_bit(path, 0.5),
+    "flipped at the end": lambda path: flip_bit(path, 1.0),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "emptied": lambda path: path.write_bytes(b""),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),

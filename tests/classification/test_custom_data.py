@@ -20,7 +20,7 @@ from common.classification.transforms import EvalTransform
 from common.data.images import BrokenImage
 from common.errors import Refused
 from common.training import timm_models
-from tests.harness.drawings import pets
+from tests.harness.drawings import draw_pets
 
 
 class Shells:
@@ -196,7 +196,7 @@ def test_torchvisions_data_sets_fit(tmp_path: Path) -> None:
     fake.classes = ["odd", "even"]  # the only one without
     train, _ = read(fake)
     assert np.array_equal(np.asarray(train.load_image(7)), np.asarray(fake[train.indices[7]][0]))
-    _, val = read(ImageFolder(pets(tmp_path)))
+    _, val = read(ImageFolder(draw_pets(tmp_path)))
     assert val.classes == ("cat", "dog")
     assert val.labels.tolist() == [0] * 2 + [1] * 3
 

@@ -22,7 +22,7 @@ from common.data.data_spec import is_fingerprint, join_fingerprints
 from common.data.images import BrokenImage
 from common.data.splits import get_split_kind, group_by_split
 from common.errors import Refused
-from tests.harness.drawings import pets, picture, tree
+from tests.harness.drawings import draw_pets, draw_picture, draw_tree
 from tests.harness.odd_files import bounded
 
 datasets.disable_progress_bars()
@@ -153,7 +153,7 @@ FOLDERS = [
 
 @pytest.mark.parametrize("folders, flags, counts, trained, evaluated", FOLDERS)
 def test_folders_are_parts_or_classes(tmp_path, folders, flags, counts, trained, evaluated):
-    train, val = read(tree(tmp_path, folders), **flags)
+    train, val = read(draw_tree(tmp_path, folders), **flags)
     assert (len(train), len(val)) == counts
     assert train.split_text == trained
     assert val.split_text == evaluated
@@ -276,15 +276,15 @@ BAD_FOLDERS = [
 
 @pytest.mark.parametrize("folders, flags, text", BAD_FOLDERS)
 def test_folder_refusals_name_the_folder_and_the_way_out(tmp_path, folders, flags, text):
-    assert text.replace("FOLDER", str(tmp_path)) in refusal(tree(tmp_path, folders), **flags)
+    assert text.replace("FOLDER", str(tmp_path)) in refusal(draw_tree(tmp_path, folders), **flags)
 
 
 def test_images_are_known_by_their_content_and_others_named(tmp_path):
-    tree(
+    draw_tree(
         tmp_path, FLAT | {"cat/a.txt": "", "cat/b.heic": "", "dog/c.heic": "", "dog/d": "no image"}
     )
     for name in ("cat/0", "cat/1.jpg_large", "dog/2.jpg_large"):
-        picture(tmp_path / "0.png", int(name[4]) + 20).rename(tmp_path / name)
+        draw_picture(tmp_path / "0.png", int(name[4]) + 20).rename(tmp_path / name)
     train, val = read(tmp_path)
     assert len(train) + len(val) == 23
     assert train.notes == (
@@ -299,13 +299,13 @@ def test_images_are_known_by_their_content_and_others_named(tmp_path):
 
 def test_class_names_that_look_the_same_are_the_same(tmp_path):
     folders = {f"train/{NFD}": 2, "train/tea ": 2, f"val/{NFC}": 3, "val/tea": 4}
-    train, val = read(tree(tmp_path, folders))
+    train, val = read(draw_tree(tmp_path, folders))
     assert train.classes == val.classes == (NFD, "tea ")
     assert val.class_counts.tolist() == [3, 4]
 
 
 def test_tiny_imagenets_list_names_the_classes(tmp_path):
-    _, val = read(tree(tmp_path, {"train/cat/images": 2, "train/dog/images": 2} | TINY))
+    _, val = read(draw_tree(tmp_path, {"train/cat/images": 2, "train/dog/images": 2} | TINY))
     assert names(val, tmp_path) == [f"val/images/{n}.png" for n in range(4)]
     assert val.labels.tolist() == [0, 1, 1, 1]
     assert val.classes == ("cat", "dog")
@@ -314,13 +314,13 @@ def test_tiny_imagenets_list_names_the_classes(tmp_path):
 
 def test_a_list_with_letters_composed_otherwise_is_explained(tmp_path):
     rows = "".join(f"{NFC}/{n}.png,{'ab'[n % 2]}\n" for n in range(4))
-    tree(tmp_path, {NFD: 4, "list.csv": f"file,kind\n{rows}"})
+    draw_tree(tmp_path, {NFD: 4, "list.csv": f"file,kind\n{rows}"})
     missing = f"4 of 4 images are missing, the first is {tmp_path}/{NFC}/0.png"
     assert f"{missing} (there with its letters composed" in refusal(tmp_path / "list.csv")
 
 
 def test_folders_that_all_classes_have_are_named(tmp_path):
-    train, _ = read(tree(tmp_path, {"cat/in": 4, "cat/out": 4, "dog/in": 4, "dog/out": 4}))
+    train, _ = read(draw_tree(tmp_path, {"cat/in": 4, "cat/out": 4, "dog/in": 4, "dog/out": 4}))
     assert train.notes == (
         "the classes cat, dog each have in/ and out/ in them: if those are the classes, name the "
         "folders above train and val",
@@ -338,7 +338,7 @@ def test_a_group_is_on_one_side_and_classes_keep_their_share(tmp_path):
         kinds = ("dog",) if n % 3 == 0 else ("cat", "dog")
         for kind in kinds:
             counts[f"{kind}/p{n}"] = int(generator.integers(1, 5))
-    tree(tmp_path / "images", counts)
+    draw_tree(tmp_path / "images", counts)
     lines = ["file,kind,person"]
     for patient, count in counts.items():
         kind, person = patient.split("/p")
@@ -374,14 +374,14 @@ def test_a_group_is_on_one_side_and_classes_keep_their_share(tmp_path):
 def test_rows_of_an_image_are_on_one_side(tmp_path):
     """Three rows of each image, by path or by bytes; under another name in a folder."""
     for number in range(12):
-        picture(tmp_path / f"{number}.png", number)
+        draw_picture(tmp_path / f"{number}.png", number)
     lines = [f"{n}.png,{'ab'[n % 2]}" for n in range(12)] * 3
     (tmp_path / "a.csv").write_text("\n".join(["file,kind"] + lines))
     with_copies = labelled(list("ab") * 18).map(
         lambda _, row: {"image": png(row % 12)}, with_indices=True
     )
     with_copies.to_parquet(tmp_path / "b.parquet")
-    tree(tmp_path / "c", {"a": 6, "b": 6})
+    draw_tree(tmp_path / "c", {"a": 6, "b": 6})
     for number in range(6):
         for copy in "xy":
             shutil.copy(tmp_path / f"c/a/{number}.png", tmp_path / f"c/a/{copy}{number}.png")
@@ -403,7 +403,7 @@ def test_rows_of_an_image_are_on_one_side(tmp_path):
     assert not val_originals & train_originals
     for kind in "ab":
         for number in range(6):
-            picture(tmp_path / f"d/{kind}/{number}.png", 3)
+            draw_picture(tmp_path / f"d/{kind}/{number}.png", 3)
     train, val = read(tmp_path / "d")
     assert len(train) == 8
     assert len(val) == 4
@@ -411,7 +411,7 @@ def test_rows_of_an_image_are_on_one_side(tmp_path):
 
 
 def test_images_of_train_in_val_are_counted_or_refused(tmp_path):
-    tree(tmp_path, {"train/cat": 4, "train/dog": 4, "val/cat": 4, "val/dog": 4})
+    draw_tree(tmp_path, {"train/cat": 4, "train/dog": 4, "val/cat": 4, "val/dog": 4})
     for number in range(5):
         shutil.copy(tmp_path / f"train/cat/{number % 4}.png", tmp_path / f"val/dog/{number}.png")
         if number == 1:
@@ -435,7 +435,7 @@ def test_paths_of_nothing_are_refused(tmp_path, monkeypatch):
 
 
 def test_the_hold_out_is_stratified_and_stays_when_files_come(tmp_path):
-    root = pets(tmp_path / "a", cats=20, dogs=20)
+    root = draw_pets(tmp_path / "a", cats=20, dogs=20)
     train, val = read(root, seed=1)
     assert np.bincount(train.labels).tolist() == [15, 15]
     assert np.bincount(val.labels).tolist() == [5, 5]
@@ -447,7 +447,7 @@ def test_the_hold_out_is_stratified_and_stays_when_files_come(tmp_path):
     before = set(held_out)
     assert set(names(read(root, seed=1)[1], root)) == before
     for index in range(20, 24):
-        picture(root / f"cat/{index}.png", index)
+        draw_picture(root / f"cat/{index}.png", index)
         after = set(names(read(root, seed=1)[1], root))
         changed = before ^ after
         assert len(changed - {f"cat/{index}.png"}) <= 1
@@ -457,11 +457,11 @@ def test_the_hold_out_is_stratified_and_stays_when_files_come(tmp_path):
 
 def test_images_are_found_through_links_and_under_odd_names(tmp_path):
     """Never hidden ones. Links do not lead in circles, and a dangling one is a broken image."""
-    pets(tmp_path / "store", cats=2, dogs=2)
+    draw_pets(tmp_path / "store", cats=2, dogs=2)
     root = tmp_path / "data"
     visible = ("cat/UPPER.PNG", "cat/odd.png")
     for name in visible + ("cat/.hidden.png", "cat/.thumbnails/0.png", ".git/0.png", "beside.png"):
-        picture(root / name)
+        draw_picture(root / name)
     (root / "cat/notes.txt").write_text("no image")
     os.rename(root / "cat/odd.png", os.fsencode(root) + b"/cat/\xff\xfe.png")
     for link, target in {
@@ -503,26 +503,26 @@ def test_a_fingerprint_is_of_the_content_not_of_the_place(tmp_path, get_data):
     def fingerprints(root: Path) -> list[str]:
         return [source.fingerprint for source in read(get_data(root))]
 
-    original = fingerprints(pets(tmp_path / "a"))
-    assert fingerprints(pets(tmp_path / "elsewhere/b")) == original
+    original = fingerprints(draw_pets(tmp_path / "a"))
+    assert fingerprints(draw_pets(tmp_path / "elsewhere/b")) == original
     changes = [
-        lambda root: picture(root / "cat/99.png"),
+        lambda root: draw_picture(root / "cat/99.png"),
         lambda root: (root / "cat/0.png").write_bytes(b"another size"),
         lambda root: (root / "cat/0.png").rename(root / "cat/zero.png"),
         lambda root: (root / "cat").rename(root / "cab"),
     ]
     for index, change in enumerate(changes):
-        change(pets(tmp_path / str(index)))
+        change(draw_pets(tmp_path / str(index)))
         assert fingerprints(tmp_path / str(index)) != original, index
 
 
 @pytest.mark.parametrize("run", ["runs/first", "first", "cat/mine", "train/runs/first"])
 def test_runs_in_the_data_folder_are_no_data(tmp_path, run):
     """As `--data .` leaves them there, and as the present run has made its own folder before."""
-    root = pets(tmp_path / "train").parent if run.startswith("train/") else pets(tmp_path)
+    root = draw_pets(tmp_path / "train").parent if run.startswith("train/") else draw_pets(tmp_path)
     before = [source.fingerprint for source in read(root)]
     files = {".lock": "", "log.txt": "", "pictures/first_batch.png": 3, "best/model.png": 4}
-    tree(root / run, files)
+    draw_tree(root / run, files)
     train, val = read(root)
     assert [train.fingerprint, val.fingerprint] == before
     assert train.classes == ("cat", "dog")
@@ -540,7 +540,7 @@ def test_runs_that_recorded_whole_paths_still_know_their_data(tmp_path):
             digest.update(content)
         return digest.hexdigest()[:12]
 
-    train, val = read(list_images(pets(tmp_path / "a")))
+    train, val = read(list_images(draw_pets(tmp_path / "a")))
     recorded = f"{compute_as_0_2_0(train)}-{compute_as_0_2_0(val)}"
     present = join_fingerprints(train, val)
     assert recorded != present
@@ -655,7 +655,7 @@ def test_lists_of_labels_are_several_labels_of_an_image(tmp_path):
 
 def test_images_may_be_bytes_paths_or_a_pair(tmp_path):
     rows = range(6)
-    files = [picture(tmp_path / f"images/{row}.png", row) for row in rows]
+    files = [draw_picture(tmp_path / f"images/{row}.png", row) for row in rows]
     paths = [str(file.relative_to(tmp_path)) for file in files]
     contents = [png(row) for row in rows]
     pairs = [{"bytes": png(row), "path": f"{row}.png"} for row in rows]
@@ -773,7 +773,7 @@ def test_labels_of_any_type_are_read_as_in_a_csv_file(tmp_path, labels, classes)
     if not isinstance(labels[0], list):
         lines = ["image,label"]
         for row, label in enumerate(labels):
-            path = picture(tmp_path / f"{row}.png", row)
+            path = draw_picture(tmp_path / f"{row}.png", row)
             lines.append(f"{path.name},{label}")
         (tmp_path / "same.csv").write_text("\n".join(lines))
         csv_train, csv_val = read(tmp_path / "same.csv")
@@ -788,7 +788,7 @@ def test_brackets_in_a_path_stand_for_themselves(tmp_path):
     for split, count in (("train", 9), ("val", 8)):
         classified(count).to_parquet(root / f"data [1]/{split}.parquet")
         for label, value in (("a", 0), ("b", 50)):
-            picture(root / f"{split}_{label}.png", value + (split == "val"))
+            draw_picture(root / f"{split}_{label}.png", value + (split == "val"))
         (root / f"{split}.csv").write_text(f"image,label\n{split}_a.png,a\n{split}_b.png,b\n")
     for pattern in ("data [1]", "data [1]/*.parquet", "data [1]/[tv]*.parquet", "*.csv"):
         train, val = read(root / pattern)
@@ -803,7 +803,7 @@ def test_a_test_part_without_labels_does_not_block_training(tmp_path):
     classified(9).to_parquet(tmp_path / "parquet/train.parquet")
     classified(9).remove_columns("label").to_parquet(tmp_path / "parquet/test.parquet")
     for number in range(8):
-        picture(tmp_path / f"csv/{number}.png", number)
+        draw_picture(tmp_path / f"csv/{number}.png", number)
     lines = [f"{number}.png,{10 if number % 2 else 1}\n" for number in range(8)]
     (tmp_path / "csv/train.csv").write_text("image,label\n" + "".join(lines))
     (tmp_path / "csv/test.csv").write_text("image\n0.png\n")
@@ -834,7 +834,7 @@ def sheet(root: Path, text: str, rows: list[str] = (), encoding: str = "utf-8") 
     `text` is the first line, and the format of one line for each image; `rows` are further lines.
     """
     for number in range(12):
-        picture(root / f"images/{number}.png", number)
+        draw_picture(root / f"images/{number}.png", number)
     head, *formats = text.splitlines()
     words = {
         "three": (0, 1, 2),
@@ -918,7 +918,8 @@ def test_columns_of_0_and_1_are_the_classes_of_an_image(tmp_path):
 def test_csv_files_of_any_program_are_read(tmp_path, text, encoding, line_break):
     head, _, form = text.rpartition("\n{rows}")
     rows = [
-        f"{picture(tmp_path / f'{row}.png', row).name};{'ab'[row % 2]}{form}" for row in range(8)
+        f"{draw_picture(tmp_path / f'{row}.png', row).name};{'ab'[row % 2]}{form}"
+        for row in range(8)
     ]
     mark = "\ufeff" if encoding == "utf-16-be" else ""
     text = mark + "\n".join([head, *rows, ""])
@@ -944,8 +945,8 @@ def test_most_rows_decide_which_column_names_images(tmp_path):
 
 def test_ids_name_files_in_a_folder_beside_the_table(tmp_path):
     for number in range(12):
-        picture(tmp_path / f"train_images/{number}.png", number)
-        picture(tmp_path / f"train_images/{number:04}a.jpg", 20 * number)
+        draw_picture(tmp_path / f"train_images/{number}.png", number)
+        draw_picture(tmp_path / f"train_images/{number:04}a.jpg", 20 * number)
     (tmp_path / "train_images/0.txt").touch()
     for name, form in {"numbers": "{n}", "texts": "{n:04}a", "blank": ""}.items():
         lines = [f"{form.format(n=n)},{n % 2}" for n in range(12)]
@@ -962,7 +963,7 @@ def test_ids_name_files_in_a_folder_beside_the_table(tmp_path):
         assert len(set(found)) == 12 and not len(train.missing)
     assert "12 of 12 images are missing" in refusal(tmp_path / "blank.csv", image_column="id_code")
     assert "no image column found; name it with --image_column" in refusal(tmp_path / "texts.csv")
-    picture(tmp_path / "small/0.png")
+    draw_picture(tmp_path / "small/0.png")
     assert "train: 0 could be " in refusal(tmp_path / "numbers.csv", image_column="id_code")
 
 
@@ -1065,7 +1066,7 @@ def test_a_name_that_is_no_path_is_asked_of_the_hub(tmp_path, monkeypatch):
     )
     assert asked == [("owner/name", "plain_text"), ("owner/typo", None)]
     monkeypatch.chdir(tmp_path)
-    pets(Path("owner/name"))
+    draw_pets(Path("owner/name"))
     assert read("owner/name")[0].classes == ("cat", "dog")
     assert "did you mean name?" in refusal("owner/nme")
     assert "nothing is there" in refusal("./owner/typo") and "nothing is there" in refusal(

@@ -13,7 +13,7 @@ from common.errors import Refused
 from compat.horovod.exceptions import HostsUpdatedInterrupt
 
 
-def made(**values: object) -> hvd.elastic.TorchState:
+def build_state(**values: object) -> hvd.elastic.TorchState:
     torch.manual_seed(hvd.rank())
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -32,7 +32,7 @@ def train(state: hvd.elastic.TorchState) -> torch.Tensor:
 
 
 def test_restored_as_committed() -> None:
-    state = made(epoch=3, history=[1], word=str(hvd.rank()))
+    state = build_state(epoch=3, history=[1], word=str(hvd.rank()))
     state.sync()
     assert (state.epoch, state.word) == (3, "0")
     assert torch.equal(*hvd.allgather(state.model.weight.detach()).split(1)[:2])
@@ -58,7 +58,7 @@ def test_restored_as_committed() -> None:
 
 
 def test_repeated_after_failures() -> None:
-    state = made(step=0)
+    state = build_state(step=0)
     calls = []
     resets = []
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
@@ -87,7 +87,7 @@ def test_repeated_after_failures() -> None:
         hvd.allreduce(torch.ones(1 + hvd.rank()), name="unequal")
 
     with pytest.raises(hvd.HorovodInternalError, match="mismatched shapes"):
-        hopeless(made())
+        hopeless(build_state())
     assert calls.count("again") == 4
 
 
@@ -130,7 +130,7 @@ def test_commits_on_disk() -> None:
     """What does not fit to a script or can't be kept is refused. That a later start continues:
     test_elastic.py.
     """
-    state = made(epoch=1)
+    state = build_state(epoch=1)
     other_state = hvd.elastic.TorchState(nn.Linear(2, 1), other=1)
     state.commit()
     hvd.barrier()

@@ -14,7 +14,7 @@ from torch import nn
 import compat.horovod as hvd
 
 
-def model_of(seed: int) -> nn.Module:
+def build_model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(3), nn.Flatten()
@@ -28,23 +28,20 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def same(first: Any, second: Any) -> bool:
+def is_same(first: Any, second: Any) -> bool:
     """True if two nested values are equal, with their types."""
     if isinstance(first, torch.Tensor):
-        return (
-            isinstance(second, torch.Tensor)
-            and first.dtype == second.dtype
-            and torch.equal(first, second)
-        )
+        assert isinstance(second, torch.Tensor)
+        return first.dtype == second.dtype and torch.equal(first, second)
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+        if first.keys() != second.keys():
+            return False
+        return all(is_same(first[key], second[key]) for key in first)
+    if type(first) is not type(second):
+        return False
     if isinstance(first, (list, tuple)):
-        return (
-            type(first) is type(second)
-            and len(first) == len(second)
-            and all(map(same, first, second))
-        )
-    return type(first) is type(second) and first == second
+        return len(first) == len(second) and all(map(is_same, first, second))
+    return first == second
 
 
 def test_parameters() -> None:
@@ -52,14 +49,14 @@ def test_parameters() -> None:
     root = hvd.size() - 1
     forms = (
         lambda model: model.state_dict(),
-        lambda model: [*model.named_parameters(), ("nothing", None)],
+        lambda model: list(model.named_parameters()) + [("nothing", None)],
         lambda model: list(model.parameters()),
     )
     for number, form in enumerate(forms):
-        model = model_of(hvd.rank())
+        model = build_model(hvd.rank())
         model[1].running_mean += hvd.rank()
         hvd.broadcast_parameters(form(model), root_rank=root)
-        assert all(map(same, model.parameters(), model_of(root).parameters()))
+        assert all(map(is_same, model.parameters(), build_model(root).parameters()))
         assert (model[1].running_mean == (hvd.rank() if number else root)).all()
 
 
@@ -78,7 +75,7 @@ def test_optimizer_states() -> None:
         for number, (on_root, on_others) in enumerate(
             [(True, False), (True, True), (False, False), (False, True)]
         ):
-            model = model_of(0)
+            model = build_model(0)
             optimizer = make(model.parameters())
             if on_root if is_root else on_others:
                 train(model, optimizer)
@@ -98,9 +95,9 @@ def test_optimizer_states() -> None:
             assert used.param_groups is groups and bool(after["state"]) == on_root
             assert on_root or all(parameter.grad is not None for parameter in model.parameters())
             for state_of_rank in hvd.allgather_object(after):
-                assert same(state_of_rank, after), number
+                assert is_same(state_of_rank, after), number
             assert after["param_groups"][0]["note"] == {"nested": [None, 0, (1, "a")]}
-            assert same(before["state"], after["state"]) or not is_root
+            assert is_same(before["state"], after["state"]) or not is_root
 
 
 class Stranger:
@@ -117,7 +114,9 @@ def test_objects() -> None:
         3: {4},
         "x": argparse.Namespace(lr=1),
     }
-    assert same(hvd.broadcast_object(item if rank == 1 else None, root_rank=1, name="item"), item)
+    assert is_same(
+        hvd.broadcast_object(item if rank == 1 else None, root_rank=1, name="item"), item
+    )
     everyone = [{"rank": other_rank, "text": "x" * other_rank} for other_rank in range(size)]
     assert hvd.allgather_object(everyone[rank]) == everyone
     if rank == 0:
@@ -130,7 +129,7 @@ def test_objects() -> None:
 
 def test_disagreements() -> None:
     index = min(hvd.rank(), 1)
-    model = model_of(0)
+    model = build_model(0)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
     cases = {
         "types of tensors differ: only 0: .* and None on ranks 0 and 1": lambda: (

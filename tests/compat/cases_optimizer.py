@@ -38,34 +38,37 @@ class Net(nn.Module):
         self.double()
 
 
-def loss_of(
+def compute_loss(
     model: nn.Module, step: int, rank: int, branches: Sequence[int] = (0, 1, 2), rows: bool = True
 ) -> torch.Tensor:
     """The loss of a rank's batch of four samples in a step; without `rows` it does not use the table."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     images = torch.randn(4, 3, 6, 6, dtype=torch.float64, generator=generator)
     x = model.frozen(model.conv(images).tanh().mean((2, 3)))
-    x = x + model.table((torch.arange(4) * (rank + 1) + step) % 10) if rows else x
+    if rows:
+        x = x + model.table((torch.arange(4) * (rank + 1) + step) % 10)
     for branch in branches:
         x = x + model.branches[branch](x)
     return F.cross_entropy(model.head(x), torch.arange(4) % 4)
 
 
-def uneven(model: nn.Module, step: int, rank: int) -> torch.Tensor | None:
+def compute_uneven_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor | None:
     """Each rank takes another branch; branch 2 only rank 1 takes, and in step 3 nobody. Rank 0 has
     no batch in step 2.
     """
     if step == 2 and rank == 0:
         return None
-    branches = {0: (0,), 1: (1, 2) if step != 3 else (1,)}.get(rank, (0, 1))
-    return loss_of(model, step, rank, branches, rows=rank != step % 3)
+    branches = {0: (0,), 1: (1, 2)}.get(rank, (0, 1))
+    if rank == 1 and step == 3:
+        branches = (1,)
+    return compute_loss(model, step, rank, branches, rows=rank != step % 3)
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
+def build_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
+def build_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
@@ -76,8 +79,12 @@ def fill(model: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def reference(
-    ranks: Sequence[int], loss: Loss = loss_of, make: Any = adamw, clip: float = 0.0, **options: Any
+def train_reference(
+    ranks: Sequence[int],
+    loss: Loss = compute_loss,
+    make: Any = build_adamw,
+    clip: float = 0.0,
+    **options: Any,
 ) -> Any:
     """One process, which averages the losses of these ranks."""
     model = Net(**options)
@@ -85,7 +92,8 @@ def reference(
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in ranks:
-            if (local_loss := loss(model, step, rank)) is not None:
+            local_loss = loss(model, step, rank)
+            if local_loss is not None:
                 (local_loss / len(ranks)).backward()
         if len(ranks) > 1:
             fill(model)
@@ -95,9 +103,9 @@ def reference(
     return model.state_dict()
 
 
-def trained(
-    loss: Loss = loss_of,
-    make: Any = adamw,
+def train(
+    loss: Loss = compute_loss,
+    make: Any = build_adamw,
     *,
     sparse: bool = False,
     named: bool = True,
@@ -122,7 +130,8 @@ def trained(
     for step in range(STEPS):
         optimizer.zero_grad()
         for _ in range(passes):
-            if (local_loss := loss(model, step, hvd.rank())) is not None:
+            local_loss = loss(model, step, hvd.rank())
+            if local_loss is not None:
                 (local_loss * factor / passes).backward()
         if clip:
             optimizer.synchronize()
@@ -149,12 +158,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "predivide": ({}, {"gradient_predivide_factor": 2.0}),
     "clipped": ({"clip": 0.01}, {}),
     "fp16": ({}, {"compression": hvd.Compression.fp16}),
-    "uneven": ({"loss": uneven}, {}),
-    "sparse": ({"make": sgd, "sparse": True}, {}),
+    "uneven": ({"loss": compute_uneven_loss}, {}),
+    "sparse": ({"make": build_sgd, "sparse": True}, {}),
     "sparse on some ranks": (
         {
-            "loss": lambda model, step, rank: loss_of(model, step, rank, rows=rank > 0),
-            "make": sgd,
+            "loss": lambda model, step, rank: compute_loss(model, step, rank, rows=rank > 0),
+            "make": build_sgd,
             "sparse": True,
         },
         {"sparse_as_dense": True},
@@ -168,28 +177,28 @@ def test_steps_are_those_of_one_process(option: str) -> None:
     agree to about 1 %.
     """
     shared, of_ranks = OPTIONS[option]
-    actual = trained(**shared, **of_ranks)
-    assert_equal(actual, reference(range(3), **shared), 1e-3 if option == "fp16" else 1e-10)
+    actual = train(**shared, **of_ranks)
+    assert_equal(actual, train_reference(range(3), **shared), 1e-3 if option == "fp16" else 1e-10)
     if option in ("fp16", "clipped"):
-        plain = reference(range(3))["head.weight"]
+        plain = train_reference(range(3))["head.weight"]
         assert not torch.equal(actual["head.weight"], plain), "nothing was compressed or clipped"
 
 
 def test_closures_and_reloads() -> None:
     """Steps with a closure, gradients that are kept, and a reload of the state after each step."""
     model = Net()
-    optimizer = hvd.DistributedOptimizer(adamw(model.parameters()), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(build_adamw(model.parameters()), model.named_parameters())
     for step in range(STEPS):
 
         def closure(step: int = step) -> torch.Tensor:
             model.zero_grad(set_to_none=False)
-            loss = loss_of(model, step, hvd.rank())
+            loss = compute_loss(model, step, hvd.rank())
             loss.backward()
             return loss
 
         assert optimizer.step(closure) > 0
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert_equal(model.state_dict(), reference(range(3)))
+    assert_equal(model.state_dict(), train_reference(range(3)))
 
 
 def test_a_scaler_and_schedules() -> None:
@@ -197,22 +206,22 @@ def test_a_scaler_and_schedules() -> None:
     optimizer was wrapped.
     """
     model = Net()
-    plain = adamw(model.parameters())
+    plain = build_adamw(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(plain, 100)
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in (0, *range(STEPS)):
+    for step in [0] + list(range(STEPS)):
         optimizer.zero_grad()
         overflow = scaler.get_scale() == 1024.0 and hvd.rank() == hvd.size() - 1
-        loss = loss_of(model, step, hvd.rank()) * (float("inf") if overflow else 1.0)
+        loss = compute_loss(model, step, hvd.rank()) * (float("inf") if overflow else 1.0)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()
     assert scaler.get_scale() == 512.0
     assert schedule.get_last_lr() == scheduler.get_last_lr() == [0.01]
-    assert_equal(model.state_dict(), reference(range(3)))
+    assert_equal(model.state_dict(), train_reference(range(3)))
 
 
 def test_models_and_parameters_that_change() -> None:
@@ -229,7 +238,7 @@ def test_models_and_parameters_that_change() -> None:
             for name, p in model.named_parameters()
         ]
         named = [(name, parameter) for name, parameter in named if "1.branches.2" not in name]
-        optimizer: Any = adamw([parameter for _, parameter in named])
+        optimizer: Any = build_adamw([parameter for _, parameter in named])
         if wraps:
             optimizer = hvd.DistributedOptimizer(optimizer, named)
         for step in range(6):
@@ -240,7 +249,9 @@ def test_models_and_parameters_that_change() -> None:
             for number in (0, 1) if step % 2 else (1, 0):
                 for rank in ranks:
                     branches = (0, 1, 2) if step >= 4 else (0, 1)
-                    (loss_of(models[number], step + number, rank, branches) / len(ranks)).backward()
+                    (
+                        compute_loss(models[number], step + number, rank, branches) / len(ranks)
+                    ).backward()
             if not wraps:
                 fill(models[0])
                 fill(models[1])
@@ -291,13 +302,13 @@ def test_part_of_the_ranks() -> None:
     members = [0, 2]
     process_set = hvd.add_process_set(members)
     own = members if hvd.rank() in members else [hvd.rank()]
-    expected = reference(own, uneven)
-    for name, value in trained(uneven, process_set=process_set).items():
+    expected = train_reference(own, compute_uneven_loss)
+    for name, value in train(compute_uneven_loss, process_set=process_set).items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10)
     hvd.remove_process_set(process_set)
 
 
-def made(
+def build(
     width: int = 2, bias: bool = True, **options: Any
 ) -> tuple[Callable[[], None], nn.Module, Any]:
     """A backward of a small model, the model and its optimizer."""
@@ -313,7 +324,7 @@ def made(
 
 
 def test_misuse() -> None:
-    backward, model, optimizer = made()
+    backward, model, optimizer = build()
     backward()
     with pytest.raises(AssertionError, match=r"before optimizer\.step"):
         optimizer.zero_grad()
@@ -321,7 +332,7 @@ def test_misuse() -> None:
         backward()
     with pytest.raises(RuntimeError, match="was changed before all gradients were reduced"):
         optimizer.step()  # what came later would be lost
-    backward, model, optimizer = made()
+    backward, model, optimizer = build()
     backward()
     optimizer.synchronize()
     with pytest.warns(
@@ -329,7 +340,7 @@ def test_misuse() -> None:
     ):
         optimizer.step()
     optimizer.zero_grad()
-    backward, model, optimizer = made(backward_passes_per_step=2)  # a step before all passes
+    backward, model, optimizer = build(backward_passes_per_step=2)  # a step before all passes
     backward()
     optimizer.step()
     assert (model.weight.grad == sum(range(1, hvd.size() + 1)) / hvd.size()).all()
@@ -350,7 +361,7 @@ def test_disagreements() -> None:
         with pytest.raises(
             hvd.HorovodInternalError, match=f"parameters differ: {text}.* on ranks 0 and 1"
         ):
-            made(**options)
+            build(**options)
     # Ranks freeze different ones, of the same shapes.
     layers = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
     optimizer = hvd.DistributedOptimizer(
@@ -361,7 +372,7 @@ def test_disagreements() -> None:
         optimizer.step(
             lambda: (layers[0](torch.ones(1, 2)) + layers[1](torch.ones(1, 2))).sum().backward()
         )
-    backward, _, optimizer = made()
+    backward, _, optimizer = build()
     backward()
     optimizer.step()  # the world still works
 

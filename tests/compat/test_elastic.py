@@ -16,7 +16,7 @@ EPOCHS = 3
 STEPS = 21  # 7 steps of at most 8 samples in an epoch
 
 
-def weights(folder: Path) -> list[torch.Tensor]:
+def read_weights(folder: Path) -> list[torch.Tensor]:
     assert (folder / "steps").read_text() == str(STEPS)
     return torch.load(folder / "weights.pt")
 
@@ -47,7 +47,7 @@ def test_kills_and_another_number_of_processes_change_nothing(launch: Launcher, 
     done = undisturbed.finish()
     assert done.returncode == 0, done.stderr
     assert not (alone / "commits").exists()  # it has ended, so none is left
-    torch.testing.assert_close(weights(killed), weights(alone), rtol=0, atol=1e-12)
+    torch.testing.assert_close(read_weights(killed), read_weights(alone), rtol=0, atol=1e-12)
     rows = [
         json.loads(line)
         for path in killed.glob("samples *")

@@ -21,7 +21,7 @@ from tests.harness.forked import Ended, Forks
 from tests.harness.launching import ROOT, free_port, inherit_environment
 
 
-def ended(forks: Forks, case: functools.partial, **environment: object) -> list[Ended]:
+def end_ranks(forks: Forks, case: functools.partial, **environment: object) -> list[Ended]:
     """How each of three ranks ended that ran `case`."""
     variables = {name: str(value) for name, value in environment.items()}
     return [rank.end() for rank in forks.start_main(3, case, variables)]
@@ -63,11 +63,11 @@ def is_lost(lost: int, how: str) -> None:
 
 @pytest.mark.parametrize("lost, how", [(0, "killed"), (1, "killed in one"), (1, "stopped")])
 def test_a_lost_rank_is_noticed_at_once(forks, lost: int, how: str) -> None:
-    ends = ended(forks, functools.partial(is_lost, lost, how), HOROVOD_GLOO_TIMEOUT_SECONDS=10)
+    ends = end_ranks(forks, functools.partial(is_lost, lost, how), HOROVOD_GLOO_TIMEOUT_SECONDS=10)
     assert [end.code for end in ends] == [-9 if rank == lost else 0 for rank in range(3)], ends
 
 
-def stalls() -> None:
+def stall() -> None:
     """Rank 1 does not ask, and waits for nothing: this is reported after
     HOROVOD_STALL_CHECK_TIME_SECONDS, and fails later.
     """
@@ -96,7 +96,7 @@ def stalls() -> None:
 
 def test_a_stall_is_reported_with_its_ranks_and_ended_on_request(forks, tmp_path) -> None:
     times = {"HOROVOD_STALL_CHECK_TIME_SECONDS": 2, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": 4}
-    ends = ended(forks, functools.partial(stalls), **times, DONE=tmp_path / "done")
+    ends = end_ranks(forks, functools.partial(stall), **times, DONE=tmp_path / "done")
     assert [end.code for end in ends] == [0] * 3, ends
     [report], *other_reports = (json.loads(end.stdout) for end in ends)
     assert (

@@ -53,7 +53,7 @@ class Config(OptimizationConfig, RunConfig):
     lr: float = 4e-3
 
 
-def refusal(*arguments: object) -> str:
+def read_refusal(*arguments: object) -> str:
     with pytest.raises(Refused) as raised:
         parse(Config, [str(argument) for argument in arguments], "cls.py")
     return str(raised.value)
@@ -106,7 +106,7 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(preset) -> None
     ],
 )
 def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, message: str) -> None:
-    line = refusal(*preset(text))
+    line = read_refusal(*preset(text))
     assert message in line
     assert "preset.yaml" in line or line.startswith("--")  # the file, or the flag of that name
 
@@ -141,14 +141,14 @@ def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, message: s
     ],
 )
 def test_an_error_on_the_command_line_is_refused_in_one_line(arguments: list, message: str) -> None:
-    assert message in refusal(*arguments)
+    assert message in read_refusal(*arguments)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("folder", [Path("recipes/presets"), ROOT / "recipes/presets"])
 def test_a_preset_is_suggested_once(folder, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    names = refusal("--config", f"{folder}/fashion_mnst.yaml").partition("did you mean ")[2]
+    names = read_refusal("--config", f"{folder}/fashion_mnst.yaml").partition("did you mean ")[2]
     files = [Path(name).resolve() for name in names.rstrip("?").split(", ")]
     assert files.count(ROOT / "recipes/presets/fashion_mnist.yaml") == 1
     assert len(files) == len(set(files))
@@ -193,7 +193,7 @@ def test_a_saved_configuration_comes_back_as_it_was(config: Config) -> None:
         assert list(yaml.safe_load(path.read_text()))[:2] == ["data", "pretrained"]
 
 
-def shown_by(
+def print_help(
     capsys: pytest.CaptureFixture, *args: str, config: type = Config
 ) -> tuple[str, list[str]]:
     """The help text, and the flags that it explains."""
@@ -207,7 +207,7 @@ def shown_by(
 def test_help_shows_few_flags_and_help_all_every_one(capsys, preset, monkeypatch) -> None:
     all_flags = ["config", *(field.name for field in dataclasses.fields(Config))]
     for flag in ("--help", "-h"):
-        text, few = shown_by(capsys, "--lr", "1", flag)
+        text, few = print_help(capsys, "--lr", "1", flag)
         assert {"config", "data", "lr", "epochs", "name"} <= set(few) < set(
             all_flags
         ) and "temperature" not in few
@@ -215,7 +215,7 @@ def test_help_shows_few_flags_and_help_all_every_one(capsys, preset, monkeypatch
             f"These are {len(few)} of {len(all_flags)} flags; --help all shows every one." in text
             and "cls.py" in text
         )
-        text, flags = shown_by(capsys, flag, "all")
+        text, flags = print_help(capsys, flag, "all")
         assert (
             sorted(flags) == sorted(all_flags)
             and "A switch that is off." in text
@@ -227,14 +227,14 @@ def test_help_shows_few_flags_and_help_all_every_one(capsys, preset, monkeypatch
             "optimization"
         )
     file = preset("temperature: 0.4321")
-    assert shown_by(capsys, *file, "--help", "all")[0].count("[0.4321]") == 1, "of the preset"
+    assert print_help(capsys, *file, "--help", "all")[0].count("[0.4321]") == 1, "of the preset"
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert shown_by(capsys, *file, "--help")[0] == "", "one process per machine prints"
+    assert print_help(capsys, *file, "--help")[0] == "", "one process per machine prints"
 
 
 @pytest.mark.parametrize("recipe", [cls, det])
 def test_help_of_a_recipe_shows_at_most_25_flags(capsys, recipe) -> None:
-    assert 20 <= len(shown_by(capsys, "--help", config=recipe.Config)[1]) <= 25
+    assert 20 <= len(print_help(capsys, "--help", config=recipe.Config)[1]) <= 25
 
 
 def test_a_field_that_no_flag_can_set_is_refused_by_name() -> None:

@@ -24,7 +24,7 @@ class Focal(torch.nn.Module):
 '''
 
 
-def begin(folder: Path, monkeypatch, **files: str) -> recipe_source.Source:
+def start(folder: Path, monkeypatch, **files: str) -> recipe_source.Source:
     """The source of hard.py among these files, by name with / as __."""
     for name, text in files.items():
         path = folder / f"{name.replace('__', '/')}.py"
@@ -45,7 +45,7 @@ def test_a_recipe_is_its_file_and_the_modules_beside_it(tmp_path, monkeypatch) -
         "deep": "import hard",
         "near": "",
     }
-    read = begin(
+    read = start(
         tmp_path, monkeypatch, hard=hard, common____init__="", common__run="", far="", **files
     )
     assert next(iter(read)) == "hard.py"

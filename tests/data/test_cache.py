@@ -17,7 +17,7 @@ from common.errors import Refused
 from tests.harness.processes import Processes
 
 
-def photograph(seed: int, width: int, height: int) -> Image.Image:
+def draw_photograph(seed: int, width: int, height: int) -> Image.Image:
     return Image.fromarray(
         np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     )
@@ -31,10 +31,10 @@ class Reads:
 
     def __call__(self, index: int) -> Picture:
         self.count += 1
-        return Picture(photograph(index, 20 + index, 50 - index))
+        return Picture(draw_photograph(index, 20 + index, 50 - index))
 
 
-def all_of(cache, read: Reads, count: int) -> list[np.ndarray]:
+def read_all(cache, read: Reads, count: int) -> list[np.ndarray]:
     return [
         cache.get(index, lambda index=index: read(index)).decode().numpy() for index in range(count)
     ]
@@ -45,8 +45,8 @@ def all_of(cache, read: Reads, count: int) -> list[np.ndarray]:
 def test_an_image_is_read_once_and_stays_the_same(in_folder: bool, tmp_path: Path) -> None:
     cache = open_cache(9, 24, str(tmp_path) if in_folder else "")
     read = Reads()
-    first = all_of(cache, read, 9)
-    second = all_of(cache, read, 9)
+    first = read_all(cache, read, 9)
+    second = read_all(cache, read, 9)
     assert read.count == 9 and all(map(np.array_equal, first, second))
     assert [each.shape for each in first] == [
         (3, *downscale_size(50 - index, 20 + index, 24)) for index in range(9)
@@ -58,7 +58,7 @@ def test_an_image_is_read_once_and_stays_the_same(in_folder: bool, tmp_path: Pat
 def test_a_small_image_stays_as_it_is_and_fits_its_slot() -> None:
     cache = open_cache(4, 24, "")
     # These fill their slots.
-    images = [photograph(0, 23, 25), *(photograph(seed, 24, 24) for seed in (1, 2, 3))]
+    images = [draw_photograph(0, 23, 25), *(draw_photograph(seed, 24, 24) for seed in (1, 2, 3))]
     for _ in range(2):
         for index, image in enumerate(images):
             cached = cache.get(index, lambda image=image: Picture(image)).decode()
@@ -80,13 +80,13 @@ def test_a_slot_that_was_not_finished_is_written_again(monkeypatch) -> None:
             "pwrite",
             lambda file, data, offset: write(file, bytes(data)[:-1], offset),
         )
-        first = all_of(cache, read, 4)
+        first = read_all(cache, read, 4)
         patch.setattr(
             cache_module.os, "pwrite", MagicMock(side_effect=OSError(28, "No space left on device"))
         )
-        assert all(map(np.array_equal, first, all_of(cache, read, 4))) and read.count == 8
+        assert all(map(np.array_equal, first, read_all(cache, read, 4))) and read.count == 8
     for count in (12, 12):
-        assert all(map(np.array_equal, first, all_of(cache, read, 4))) and read.count == count
+        assert all(map(np.array_equal, first, read_all(cache, read, 4))) and read.count == count
 
 
 def test_a_set_that_does_not_fit_and_a_bad_folder_are_refused(tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def fill_and_read(count: int) -> tuple[int, str]:
     cache = open_cache(count, 24, "")
     read = Reads()
     if rank() == 0:
-        all_of(cache, read, count)
+        read_all(cache, read, count)
     barrier()
-    seen = [all_of(each, read, count) for each in (cache, pickle.loads(pickle.dumps(cache)))]
+    seen = [read_all(each, read, count) for each in (cache, pickle.loads(pickle.dumps(cache)))]
     barrier()
     return read.count, [[each.tobytes() for each in images] for images in seen]
 

@@ -10,10 +10,10 @@ from PIL import Image
 
 from common.classification import sources
 from common.data.data_spec import describe_data
-from tests.harness.drawings import picture, tree
+from tests.harness.drawings import draw_picture, draw_tree
 
 
-def rows(root: Path, **options) -> dict[str, str]:
+def print_rows(root: Path, **options) -> dict[str, str]:
     return describe_data(
         "here", *sources.load(sources.Spec(str(root), seed=0, val_share=0.2, **options))
     )
@@ -22,13 +22,13 @@ def rows(root: Path, **options) -> dict[str, str]:
 @pytest.mark.smoke
 def test_what_is_and_what_is_not_evaluated_is_named(tmp_path):
     counts = {"cat": 4, "dog": 5}
-    tree(
+    draw_tree(
         tmp_path,
         {f"{part}/{name}": counts[name] for part in ("train", "Val", "test") for name in counts},
     )
     for number in range(4):
-        picture(tmp_path / f"train/emu {number}" / "0.png")
-    actual = rows(tmp_path)
+        draw_picture(tmp_path / f"train/emu {number}" / "0.png")
+    actual = print_rows(tmp_path)
     name, text = actual.pop("fingerprint").split(", ", 1)
     assert re.fullmatch("[0-9a-f]{12}-[0-9a-f]{12}", name) and "pixels are not compared" in text
     assert actual == {
@@ -57,9 +57,9 @@ def fill(mode: str, *values: int) -> Image.Image:
 )
 def test_a_transparent_image_among_others_has_a_row(tmp_path, image, is_told):
     for number in range(8):
-        picture(tmp_path / "ab"[number % 2] / f"{number}.png")
+        draw_picture(tmp_path / "ab"[number % 2] / f"{number}.png")
     image.save(tmp_path / "b/5.png")
-    assert ("5.png" in rows(tmp_path, is_eval_only=True).get("transparency", "")) == is_told
+    assert ("5.png" in print_rows(tmp_path, is_eval_only=True).get("transparency", "")) == is_told
 
 
 @pytest.mark.parametrize("extra, is_told", [(2, True), (0, False)])
@@ -70,7 +70,7 @@ def test_a_band_that_is_read_as_transparency_has_a_row(tmp_path, extra, is_told)
         file.parent.mkdir(exist_ok=True)
         values = np.full((8, 8, 4), 10 * number, np.uint8)
         tifffile.imwrite(file, values, photometric="rgb", extrasamples=[extra])
-    row = rows(tmp_path).get("transparency", "")
+    row = print_rows(tmp_path).get("transparency", "")
     assert (
         bool(re.fullmatch(r"becomes white, as in .*\.tif; a fourth band: docs/data\.md", row))
         == is_told

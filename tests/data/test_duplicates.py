@@ -13,7 +13,7 @@ from common.classification import sources
 from common.data import duplicates
 
 
-def picture(seed: int) -> Image.Image:
+def draw_picture(seed: int) -> Image.Image:
     """A smooth picture of 160 x 120 pixels, another one for each seed."""
     coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), np.uint8)
     return Image.fromarray(coarse).resize((160, 120), Image.Resampling.BICUBIC)
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
             / f"{number:02}.png"
         )
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture(number).save(path)
+        draw_picture(number).save(path)
     return tmp_path
 
 
@@ -46,7 +46,7 @@ def test_copies_and_other_sizes_are_named_by_their_parts(folder: Path) -> None:
     assert describe(folder)["duplicates"] == "none"
     shutil.copy(train / "01.png", val / "copy.png")
     shutil.copy(train / "02.png", train / "copy.png")
-    picture(4).resize((80, 60)).save(val / "small.jpg", quality=80)
+    draw_picture(4).resize((80, 60)).save(val / "small.jpg", quality=80)
     shutil.copy(val / "14.png", val / "again.png")
     text = describe(folder)["duplicates"]
     between = f"{train / '01.png'} ~ {val / 'copy.png'}, {train / '04.png'} ~ {val / 'small.jpg'}"

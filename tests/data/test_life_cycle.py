@@ -15,8 +15,8 @@ import pytest
 
 from common.classification import sources as labelled
 from common.detection.data import sources as annotated
-from tests.harness.annotations import annotation, coco
-from tests.harness.drawings import pets
+from tests.harness.annotations import build_annotation, write_coco
+from tests.harness.drawings import draw_pets
 from tests.harness.launching import ROOT
 
 ROWS = range(60)
@@ -24,11 +24,11 @@ LABELLED = ("digits", "folder", "table")
 ANNOTATED = {"coco with masks": {"masks": True}, "table of objects": {"box_format": "xywh"}}
 
 
-def data_of(kind: str, root: Path) -> Path | str:
+def build_data(kind: str, root: Path) -> Path | str:
     if kind == "folder":
-        return pets(root / "pets", cats=40, dogs=40)
+        return draw_pets(root / "pets", cats=40, dogs=40)
     if kind.startswith("table"):
-        files = sorted(pets(root, cats=40, dogs=40).rglob("*.*"))
+        files = sorted(draw_pets(root, cats=40, dogs=40).rglob("*.*"))
         images = [{"bytes": file.read_bytes(), "path": None} for file in files]
         objects = [{"bbox": [[1.0, 1.0, 2.0, 1.5]], "category": ["cat"]}] * 80
         columns = {"objects": objects} if "objects" in kind else {"label": [0, 1] * 40}
@@ -40,8 +40,8 @@ def data_of(kind: str, root: Path) -> Path | str:
     if kind == "digits":
         return kind
     outline = {"segmentation": [[1, 1, 6, 1, 6, 6]]}
-    return coco(
-        root, ids=ROWS, annotations=[annotation(n, [n % 9, 1, 5, 5]) | outline for n in ROWS]
+    return write_coco(
+        root, ids=ROWS, annotations=[build_annotation(n, [n % 9, 1, 5, 5]) | outline for n in ROWS]
     )
 
 
@@ -50,7 +50,7 @@ def test_a_source_lives_in_workers(kind: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / ".cache")
     task = annotated if kind in ANNOTATED else labelled
     spec = task.Spec(
-        str(data_of(kind, tmp_path / "data")), seed=0, val_share=0.25, **ANNOTATED.get(kind, {})
+        str(build_data(kind, tmp_path / "data")), seed=0, val_share=0.25, **ANNOTATED.get(kind, {})
     )
     source, _ = task.load(spec)
     count = 4 if kind in ANNOTATED else len(source)

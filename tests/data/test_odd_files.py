@@ -25,11 +25,11 @@ from common.detection.weights.sources import read_weights
 from common.errors import Refused
 from common.run.folder import read_json
 from common.training import timm_models
-from tests.harness.drawings import tree
-from tests.harness.odd_files import bounded, huge, link_to_fifo
+from tests.harness.drawings import draw_tree
+from tests.harness.odd_files import bounded, link_to_fifo, write_huge
 
 Place = Callable[[Path], None]
-KINDS = {"a link to a FIFO": link_to_fifo, "a huge file": huge}
+KINDS = {"a link to a FIFO": link_to_fifo, "a huge file": write_huge}
 
 
 def at(file: str, read: Callable[[str], object]) -> Callable[[Path, Place], None]:
@@ -42,11 +42,11 @@ def at(file: str, read: Callable[[str], object]) -> Callable[[Path, Place], None
     return reader
 
 
-def labelled(data: str | Path) -> None:
+def write_labelled(data: str | Path) -> None:
     sources.load(sources.Spec(str(data), seed=0, val_share=0.2))
 
 
-def annotated(data: str | Path) -> None:
+def write_annotated(data: str | Path) -> None:
     detection.load(detection.Spec(str(data), seed=0, val_share=0.2))
 
 
@@ -54,10 +54,10 @@ def saved_data_set(root: Path, put: Place) -> None:
     datasets.Dataset.from_dict({"image": ["x"], "label": [0]}).save_to_disk(root / "saved")
     (root / "saved/data-00000-of-00001.arrow").unlink()
     put(root / "saved/data-00000-of-00001.arrow")
-    labelled(root / "saved")
+    write_labelled(root / "saved")
 
 
-def weights_of_a_model(root: Path, put: Place) -> None:
+def write_model_weights(root: Path, put: Place) -> None:
     model = timm.create_model("test_vit", num_classes=3)
     timm_models.export_classifier(
         model, "abc", timm_models.resolve_data_config(model), False, {}, root / "best"
@@ -67,7 +67,7 @@ def weights_of_a_model(root: Path, put: Place) -> None:
     timm_models.build_classifier(str(root / "best"), 3)
 
 
-def config_of_a_detector(root: Path, put: Place) -> None:
+def write_detector_config(root: Path, put: Place) -> None:
     put(root / "config.json")
     if not (root / "config.json").is_file():
         raise Refused("no config.json is in it")  # as the recipe says before
@@ -86,14 +86,14 @@ def checkpoint(file: str) -> Callable[[Path, Place], None]:
     return read
 
 
-def annotation(file: str, content: dict) -> Callable[[Path, Place], None]:
+def write_annotation(file: str, content: dict) -> Callable[[Path, Place], None]:
     """A file of a folder with annotations."""
 
     def read(root: Path, put: Place) -> None:
-        tree(root, content)
+        draw_tree(root, content)
         (root / file).unlink(missing_ok=True)
         put(root / file)
-        annotated(root)
+        write_annotated(root)
 
     return read
 
@@ -104,22 +104,24 @@ READERS = {
     "--config": at("preset.yaml", lambda file: parse(RunConfig, ["--config", file])),
     "an image": at("image.jpg", open_rgb),
     "an image that is read in part": at("image.jpg", Picture),
-    "a parquet file": at("data.parquet", labelled),
-    "a CSV file": at("data.csv", labelled),
+    "a parquet file": at("data.parquet", write_labelled),
+    "a CSV file": at("data.csv", write_labelled),
     "a saved data set": saved_data_set,
-    "weights of a model": weights_of_a_model,
+    "weights of a model": write_model_weights,
     "weights of a detector": at("weights.pth", read_weights),
-    "config.json of a detector": config_of_a_detector,
+    "config.json of a detector": write_detector_config,
     **{
         f"{file} of a checkpoint": checkpoint(file)
         for file in ("manifest.json", "record.json", "model.safetensors")
     },
-    "train.json of COCO": at("train.json", lambda file: annotated(Path(file).parent)),
-    "an XML file of VOC": annotation("Annotations/0.xml", VOC),
-    "a list of VOC": annotation("ImageSets/Main/train.txt", VOC),
-    "a label file of YOLO": annotation("labels/train/0.txt", YOLO),
-    "data.yaml of YOLO": annotation("data.yaml", YOLO),
-    "a list of YOLO": annotation("list.txt", YOLO | {"data.yaml": "names: [a]\ntrain: list.txt"}),
+    "train.json of COCO": at("train.json", lambda file: write_annotated(Path(file).parent)),
+    "an XML file of VOC": write_annotation("Annotations/0.xml", VOC),
+    "a list of VOC": write_annotation("ImageSets/Main/train.txt", VOC),
+    "a label file of YOLO": write_annotation("labels/train/0.txt", YOLO),
+    "data.yaml of YOLO": write_annotation("data.yaml", YOLO),
+    "a list of YOLO": write_annotation(
+        "list.txt", YOLO | {"data.yaml": "names: [a]\ntrain: list.txt"}
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from common.data.source import Files
 from common.data.splits import hold_out
 from common.errors import Refused
 from common.randomness import mix
-from tests.harness.drawings import picture
+from tests.harness.drawings import draw_picture
 
 
 def test_groups_of_one_row_are_held_out_as_rows_are() -> None:
@@ -77,7 +77,7 @@ def test_a_class_in_one_row_is_trained_on() -> None:
 
 def test_files_of_equal_size_are_compared_unless_they_are_many(tmp_path, monkeypatch) -> None:
     for number in (1, 2, 1):
-        picture(tmp_path / f"{len(list(tmp_path.iterdir()))}.png", number)
+        draw_picture(tmp_path / f"{len(list(tmp_path.iterdir()))}.png", number)
     paths = pa.array([b"0.png", b"1.png", b"2.png", b"0.png", b"gone.png"], pa.large_binary())
     sizes = np.array([70, 70, 70, 70, -1])
     files = Files(str(tmp_path), paths, sizes, labels=np.zeros(5, np.int64), classes=())

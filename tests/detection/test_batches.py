@@ -15,7 +15,7 @@ from common.detection.data.masks import decode_masks
 from common.detection.evaluation.evaluation import restore_sizes
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
-from tests.harness.detections import columns
+from tests.harness.detections import build_columns
 
 
 class Painted(Annotated):
@@ -34,7 +34,7 @@ class Painted(Annotated):
         return Image.fromarray(pixels)
 
 
-def source(count=23, seed=0) -> Painted:
+def build_source(count=23, seed=0) -> Painted:
     draws = np.random.default_rng(seed)
     sizes = draws.integers(20, 100, (count, 2)).astype(np.int32)
     counts = draws.integers(0, 4, count)
@@ -46,7 +46,9 @@ def source(count=23, seed=0) -> Painted:
     objects = zip(
         boxes, draws.integers(0, 3, len(boxes)), draws.random(len(boxes)) < 0.1, strict=True
     )
-    return Painted(**columns([[next(objects) for _ in range(number)] for number in counts], sizes))
+    return Painted(
+        **build_columns([[next(objects) for _ in range(number)] for number in counts], sizes)
+    )
 
 
 def evaluated(data, resize: BoxAugmentation) -> EvalDataset:
@@ -55,13 +57,13 @@ def evaluated(data, resize: BoxAugmentation) -> EvalDataset:
     )
 
 
-def samples_of(data, size=6, ways=None) -> TrainDataset:
+def build_samples(data, size=6, ways=None) -> TrainDataset:
     augmentation = BoxAugmentation(0, (32, 48), 80, **ways or {})
     return TrainDataset(data, Stream(len(data), size, 0), augmentation, 16, (7, 8, 9), 0)
 
 
 def test_padding_is_the_share_of_the_pixels_that_no_image_has():
-    samples = samples_of(source())
+    samples = build_samples(build_source())
     assert not any(side % 16 for side in samples.compute_canvas(1))
     batch = samples.__getitems__(np.arange(6, 12))
     covered = batch.sizes.prod(1).sum().item() / batch.images[:, 0].numel()
@@ -69,8 +71,8 @@ def test_padding_is_the_share_of_the_pixels_that_no_image_has():
 
 
 def test_broken_images_and_partners_leave_the_canvas_as_it_is():
-    data = source()
-    samples = samples_of(data, ways={"mosaic": 0.5, "mixup": 0.5})
+    data = build_source()
+    samples = build_samples(data, ways={"mosaic": 0.5, "mixup": 0.5})
     whole = samples.__getitems__(np.arange(6))
     vars(data)["get_content"] = lambda index: b"no image"
     dark = samples.__getitems__(np.arange(6))
@@ -85,10 +87,10 @@ def test_broken_images_and_partners_leave_the_canvas_as_it_is():
 
 def test_a_trial_has_as_many_boxes_as_a_batch_can_have():
     """Of a mosaic with MixUp, those of five images; the images with the most."""
-    data = source()
+    data = build_source()
     box_counts = np.sort(np.diff(data.offsets))[::-1]
     for options, parts in (({}, 1), ({"mixup": 0.1}, 2), ({"mosaic": 0.1, "mixup": 0.1}, 5)):
-        blank = samples_of(data, 3, options).make_noise(3)
+        blank = build_samples(data, 3, options).make_noise(3)
         assert [len(target["boxes"]) for target in blank.targets] == box_counts[
             : 3 * parts
         ].reshape(3, parts).sum(1).tolist()
@@ -100,7 +102,7 @@ def test_a_trial_has_as_many_boxes_as_a_batch_can_have():
 def test_objects_that_get_too_small_to_train_on_have_a_row():
     """At the largest of the short sides. Refused if they are most."""
     boxes = [(10, 10, 12, 30), (0, 0, 30, 30), (0, 0, 3, 50)]
-    data = Painted(**columns([[(box, 0)] for box in boxes], ((90, 60),)))
+    data = Painted(**build_columns([[(box, 0)] for box in boxes], ((90, 60),)))
     small = "left out: {} (below 1 pixel after resizing), first painted[0]"
     for sides, expected in (((15, 29), f"3 objects, {small.format(1)}"), ((15, 30), "")):
         assert (
@@ -115,7 +117,7 @@ def test_objects_that_get_too_small_to_train_on_have_a_row():
 @pytest.mark.parametrize("square, short_side", [(False, 7), (True, 48)])
 def test_plain_training_shows_the_pixels_of_the_evaluation(square, short_side):
     """Also of images that are made much smaller, of which no margin is cut off."""
-    data = source()
+    data = build_source()
     plain = BoxAugmentation(0, (short_side,), 80, square=square)
     evaluation = evaluated(data, plain)
     for index in range(23):
@@ -129,8 +131,9 @@ def test_plain_training_shows_the_pixels_of_the_evaluation(square, short_side):
 
 
 def test_squares_of_a_step_have_one_side_and_no_padding():
-    samples = samples_of(
-        source(), ways={"square": True, "alike": 6, "mosaic": 0.3, "zoom_out": 0.5, "iou_crop": 0.5}
+    samples = build_samples(
+        build_source(),
+        ways={"square": True, "alike": 6, "mosaic": 0.3, "zoom_out": 0.5, "iou_crop": 0.5},
     )
     sides = set()
     for step in range(8):
@@ -146,7 +149,7 @@ def test_squares_of_a_step_have_one_side_and_no_padding():
 
 def test_what_is_found_is_given_in_pixels_of_the_original():
     """Boxes, and masks on the grids of their boxes."""
-    data = source()
+    data = build_source()
     evaluation = evaluated(data, BoxAugmentation(0, (48,), 80))
     indices = evaluation.batches(3)[0]
     batch = evaluation.__getitems__(indices)

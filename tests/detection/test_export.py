@@ -52,7 +52,7 @@ def make(family, backbone="test_resnet", levels=(3, 5), classes=10, **options):
     return detector.eval()
 
 
-def leave(detector, folder, short_side=128, long_side=256, source=SOURCE):
+def export_to(detector, folder, short_side=128, long_side=256, source=SOURCE):
     export(detector, source, BoxAugmentation(0, (short_side,), long_side), {"AP": 0.5}, folder)
     return folder
 
@@ -71,7 +71,7 @@ def test_the_script_detects_without_this_project(
     blocks = np.random.default_rng(0).integers(0, 256, (8, 10, 3), dtype=np.uint8)
     image = Image.fromarray(blocks).resize((160, 128), Image.Resampling.NEAREST)
     image.save(tmp_path / "photo.png")
-    argv = ["detect.py", str(leave(detector, tmp_path / "best")), str(tmp_path / "photo.png")]
+    argv = ["detect.py", str(export_to(detector, tmp_path / "best")), str(tmp_path / "photo.png")]
     monkeypatch.setattr(sys, "argv", argv)
     runpy.run_path(str(SCRIPT))
     mean, std = (
@@ -96,7 +96,7 @@ def test_the_script_detects_without_this_project(
 def best(tmp_path_factory):
     """A detector of three classes, and its folder."""
     detector = make("faster_rcnn", classes=3)
-    return detector, leave(detector, tmp_path_factory.mktemp("run") / "best", source=Three())
+    return detector, export_to(detector, tmp_path_factory.mktemp("run") / "best", source=Three())
 
 
 class Three:
@@ -117,7 +117,7 @@ def test_a_folder_names_classes_and_is_readable_by_others(best, tmp_path) -> Non
     # It is for more than its owner.
     assert len({path.stat().st_mode & 0o777 for path in folder.iterdir()}) == 1
     with pytest.raises(FileExistsError):
-        leave(detector, folder)
+        export_to(detector, folder)
 
 
 def test_a_folder_that_is_not_whole_is_refused_in_one_line(best, tmp_path) -> None:
@@ -146,7 +146,7 @@ NEW_CLASSES = {
 def test_a_new_run_begins_with_the_classes_that_are_known(family, tmp_path) -> None:
     options = {"hidden": 16, "mask_width": 16} if family == "mask_rcnn" else {}
     trained = make(family, classes=3, **options)
-    folder = leave(trained, tmp_path / "best", source=Three())
+    folder = export_to(trained, tmp_path / "best", source=Three())
     trained_state = trained.state_dict()
     background = 1 if family.endswith("rcnn") else 0
     of_head = r"(?<!rpn.head.)(cls_logits|cls_score|mask_fcn_logits)\.|box_predictor.bbox"

@@ -8,14 +8,14 @@ from common.detection.data import scenes
 from common.detection.data.annotated import Annotated
 from common.detection.grouping import GroupedStream, compute_repeat_weights
 from common.errors import Refused
-from tests.harness.detections import columns
+from tests.harness.detections import build_columns
 
 
 def test_an_image_weighs_as_its_rarest_class():
     objects = [[0], [0, 0, 0], [0, 1], [], [1, 0], [0], [0], [0], [2, 2, 0], [0]]
     images = [[((0, 0, 5, 5), label) for label in of_image] for of_image in objects]
     images[0].append(((0, 0, 5, 5), 3, True))
-    data = Annotated(**columns(images, classes=tuple("abcd")))
+    data = Annotated(**build_columns(images, classes=tuple("abcd")))
     weights = compute_repeat_weights(data, 0.4)  # classes are in 9, 2 and 1 of 10 images
     rare = np.sqrt(0.4 / 0.2), np.sqrt(0.4 / 0.1)
     assert weights == pytest.approx([1, 1, rare[0], 1, rare[0], 1, 1, 1, rare[1], 1])
@@ -29,7 +29,7 @@ def test_an_image_weighs_as_its_rarest_class():
         compute_repeat_weights(scenes.load(0)[0], 0.001)
 
 
-def aspects(count, seed=0):
+def draw_aspects(count, seed=0):
     """As in COCO: most lie, some stand."""
     return np.random.default_rng(seed).choice(
         [640 / 480, 480 / 640, 1.5, 1.0], count, p=[0.7, 0.2, 0.06, 0.04]
@@ -38,7 +38,7 @@ def aspects(count, seed=0):
 
 @pytest.mark.parametrize("size, window", [(1000, 16), (103, 4), (5, 3)])
 def test_each_epoch_holds_each_image_exactly_once(size, window):
-    stream = GroupedStream(size, 8, 3, aspects=aspects(size), window=window)
+    stream = GroupedStream(size, 8, 3, aspects=draw_aspects(size), window=window)
     drawn = stream.get_indices(np.arange(4 * size))
     assert (np.sort(drawn.reshape(4, size), axis=1) == np.arange(size)).all()
     order = np.random.default_rng(0).permutation(4 * size)
@@ -47,7 +47,7 @@ def test_each_epoch_holds_each_image_exactly_once(size, window):
 
 
 def test_steps_hold_similar_shapes_in_random_order():
-    shapes = aspects(10_000)
+    shapes = draw_aspects(10_000)
     stream = GroupedStream(10_000, 16, 0, aspects=shapes, window=16)
     mixed = {name: shapes[stream_of.get_indices(np.arange(9_984))].reshape(-1, 16) for name, stream_of in
              (("plain", Stream(10_000, 16, 0)), ("grouped", stream))}  # fmt: skip

@@ -20,14 +20,14 @@ from common.detection.data import scenes
 from common.detection.data.annotated import Annotated, Sample
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
-from tests.harness.detections import columns, extents
+from tests.harness.detections import build_columns, find_extents
 
 CHINA = Image.fromarray(load_sample_image("china.jpg"))  # 640 x 427
 FILL = (7, 8, 9)
 GEOMETRY = {"hflip": 0.5, "iou_crop": 0.3, "zoom_out": 0.3}
 
 
-def file(
+def write_file(
     width: int, height: int, format: str = "JPEG", mode: str = "RGB", orientation: int = 1
 ) -> bytes:
     buffer = io.BytesIO()
@@ -40,16 +40,16 @@ def file(
 
 
 FILES = {
-    "plain": file(120, 90),
-    "odd sides": file(91, 123),
-    "small": file(20, 30),
-    "grey": file(100, 80, mode="L"),
-    "large": file(900, 700),
-    "turned": file(120, 90, orientation=6),
-    "print": file(120, 90, mode="CMYK"),
-    "PNG": file(120, 90, "PNG"),
+    "plain": write_file(120, 90),
+    "odd sides": write_file(91, 123),
+    "small": write_file(20, 30),
+    "grey": write_file(100, 80, mode="L"),
+    "large": write_file(900, 700),
+    "turned": write_file(120, 90, orientation=6),
+    "print": write_file(120, 90, mode="CMYK"),
+    "PNG": write_file(120, 90, "PNG"),
 }
-BROKEN = {"cut off": file(120, 90)[:1500], "another size": file(60, 45)}
+BROKEN = {"cut off": write_file(120, 90)[:1500], "another size": write_file(60, 45)}
 
 
 class Files(Annotated):
@@ -62,11 +62,11 @@ class Files(Annotated):
         return list(self.files.values())[index]
 
 
-def source(files: dict[str, bytes]) -> Files:
+def build_source(files: dict[str, bytes]) -> Files:
     sizes = [(120, 90) if name in BROKEN else open_rgb(data).size for name, data in files.items()]
     shares = np.array([[0.1, 0.2, 0.6, 0.7], [0.5, 0.3, 0.95, 0.9]])
     source_files = Files(
-        **columns(
+        **build_columns(
             [list(zip(shares * np.tile(size, 2), (0, 1), strict=True)) for size in sizes],
             sizes,
             ("a", "b"),
@@ -76,12 +76,12 @@ def source(files: dict[str, bytes]) -> Files:
     return source_files
 
 
-def samples_of(data, cache=None) -> TrainDataset:
+def build_samples(data, cache=None) -> TrainDataset:
     augmentation = BoxAugmentation(3, (48, 64), 100, **GEOMETRY)
     return TrainDataset(data, Stream(len(data), 8, 5), augmentation, 16, FILL, 5, cache=cache)
 
 
-def batches(samples) -> list:
+def read_batches(samples) -> list:
     """The batches of four steps on the CPU, and what was broken in them."""
     feed = Prefetcher(
         create_train_loader(samples, BatchPlan(8, 1, 8), 0, 4, 0), torch.device("cpu")
@@ -89,7 +89,7 @@ def batches(samples) -> list:
     return [*[next(feed) for _ in range(4)], feed.pop_stats()[1]]
 
 
-def pixels_off(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def measure_offset(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (left.int() - right.int()).abs().float()
 
 
@@ -104,7 +104,7 @@ def pixels_off(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_samples_are_those_of_decoding_everything(size, short_side, max_size, mean, edge) -> None:
-    data = file(*size)
+    data = write_file(*size)
     lazy = Picture(data)
     whole = Picture(pil_to_tensor(open_rgb(data)))
     draws = np.random.default_rng(0)
@@ -126,18 +126,18 @@ def test_samples_are_those_of_decoding_everything(size, short_side, max_size, me
             actual.image.shape == expected.image.shape
             and actual.labels.tolist() == expected.labels.tolist()
         )
-        off = pixels_off(actual.image, expected.image)
+        off = measure_offset(actual.image, expected.image)
         means.append(off.mean().item())
         assert off.max() <= max_size and means[-1] <= mean
         assert not len(actual.boxes) or (actual.boxes - expected.boxes).abs().max() <= edge
         # A pixel, enlarged.
-        assert not len(actual.boxes) or (extents(actual.masks) - actual.boxes).abs().max() <= 2
+        assert not len(actual.boxes) or (find_extents(actual.masks) - actual.boxes).abs().max() <= 2
     assert np.mean(means) <= 1.5 and (max_size == 0 or max(means) > 0)
 
 
 def test_every_file_is_upright_and_evaluated_in_full() -> None:
     """As the script beside an exported detector does, at whatever size."""
-    data = source(FILES)
+    data = build_source(FILES)
     augmentation = BoxAugmentation(0, (10_000,), 48)  # their long side becomes 48
     evaluation = EvalDataset(
         data, SimpleNamespace(resize=augmentation, stride=16, fill=FILL, normalize=None)
@@ -148,9 +148,9 @@ def test_every_file_is_upright_and_evaluated_in_full() -> None:
         assert image.size == tuple(data.sizes[index])
         width, height = result.image.shape[:0:-1]
         expected = pil_to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))
-        assert pixels_off(result.image, expected).mean() <= 3
+        assert measure_offset(result.image, expected).mean() <= 3
         evaluated = evaluation.__getitems__(np.array([index])).images[0, :, :height, :width]
-        assert pixels_off(evaluated, expected).max() <= 1
+        assert measure_offset(evaluated, expected).max() <= 1
         boxes = torch.from_numpy(data.load_sample(index, 0).boxes) * 48 / max(image.size)
         assert torch.allclose(result.boxes, boxes, atol=0.6)
 
@@ -158,12 +158,14 @@ def test_every_file_is_upright_and_evaluated_in_full() -> None:
 def test_a_broken_image_is_an_empty_scene_and_named() -> None:
     """Found in its header, or when its pixels are decoded. Other images stay as they are."""
     files = FILES | BROKEN
-    *whole, none = batches(samples_of(source(FILES | dict.fromkeys(BROKEN, FILES["plain"]))))
-    *seen, broken = batches(samples_of(source(files)))
+    *whole, none = read_batches(
+        build_samples(build_source(FILES | dict.fromkeys(BROKEN, FILES["plain"])))
+    )
+    *seen, broken = read_batches(build_samples(build_source(files)))
     reasons = {}
     for index, name in enumerate(files):
         try:
-            source(files).load_sample(index, 0).image.decode()
+            build_source(files).load_sample(index, 0).image.decode()
         except BrokenImage as error:
             reasons[index] = f"{name}: {error}"
     assert list(reasons) == [8, 9] and not none
@@ -187,13 +189,13 @@ def test_a_broken_image_is_an_empty_scene_and_named() -> None:
 
 def test_a_cache_shows_nearly_the_same() -> None:
     """Boxes are at most a pixel off; images are kept at most as large as a square of 64 pixels."""
-    data = source({name: content for name, content in FILES.items() if name != "large"})
-    *whole, _ = batches(samples_of(data))
+    data = build_source({name: content for name, content in FILES.items() if name != "large"})
+    *whole, _ = read_batches(build_samples(data))
     cache = open_cache(len(data), 64, "")
     for _ in range(2):  # filled, then read
-        *cached, _ = batches(samples_of(data, cache))
+        *cached, _ = read_batches(build_samples(data, cache))
         for expected, actual in zip(whole, cached, strict=True):
-            assert 0 < pixels_off(actual.images, expected.images).mean() < 6
+            assert 0 < measure_offset(actual.images, expected.images).mean() < 6
             for expected_target, actual_target in zip(
                 expected.targets, actual.targets, strict=True
             ):
@@ -206,4 +208,4 @@ def test_a_cache_shows_nearly_the_same() -> None:
 
 def test_a_cache_of_scenes_made_afresh_is_refused() -> None:
     with pytest.raises(Refused, match="--cache: every position has an image of its own"):
-        samples_of(scenes.load(0)[0], cache=open_cache(8, 32, ""))
+        build_samples(scenes.load(0)[0], cache=open_cache(8, 32, ""))

@@ -10,7 +10,7 @@ from common.data.decoding import Picture, pil_to_tensor
 from common.detection.data.annotated import Sample
 from common.detection.samples import hflip
 from common.detection.transforms import BoxAugmentation
-from tests.harness.detections import extents
+from tests.harness.detections import find_extents
 
 FILL = (9, 9, 9)
 WAYS = {
@@ -32,7 +32,7 @@ def build(seed=0, **ways) -> BoxAugmentation:
     return BoxAugmentation(seed, **{"short_sides": (64,), "long_side": 120} | ways)
 
 
-def painted(size, count, seed=0, crowd=()) -> Sample:
+def paint(size, count, seed=0, crowd=()) -> Sample:
     """A black image whose object number k has the colour 60 + 40 k on all of its box."""
     draws = np.random.default_rng(seed)
     width, height = size
@@ -54,11 +54,11 @@ def painted(size, count, seed=0, crowd=()) -> Sample:
 
 
 def vary(augmentation, position, own, others=None) -> Sample:
-    others = others or [painted((70, 90), 3, seed) for seed in range(5)]
+    others = others or [paint((70, 90), 3, seed) for seed in range(5)]
     return augmentation([own, *others[: len(augmentation.draw_partners(position))]], position, FILL)
 
 
-def same(left: Sample, right: Sample) -> bool:
+def assert_same(left: Sample, right: Sample) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left[:5], right[:5], strict=True))
 
 
@@ -69,14 +69,16 @@ def test_boxes_and_masks_stay_on_the_pixels_of_their_objects(way):
     augmentation = build(**WAYS[way] | ({"mixup": 0.0} if way == "everything" else {}))
     num_checked = 0
     for position in range(40):
-        result = vary(augmentation, position, painted((100, 80), 3, seed=position))
+        result = vary(augmentation, position, paint((100, 80), 3, seed=position))
         height, width = result.image.shape[1:]
         assert len(result.boxes) == len(result.labels) == len(result.crowd) == len(result.masks)
         assert (result.boxes[:, :2] >= 0).all() and (
             result.boxes[:, 2:] <= torch.tensor([width, height])
         ).all()
         assert result.masks.shape[1:] == (height, width)
-        assert not len(result.boxes) or (extents(result.masks) - result.boxes).abs().max() <= 1.01
+        assert (
+            not len(result.boxes) or (find_extents(result.masks) - result.boxes).abs().max() <= 1.01
+        )
         for box, label in zip(result.boxes, result.labels.tolist(), strict=True):
             left, top, right, bottom = box.tolist()
             left = round(left) + 2
@@ -103,10 +105,10 @@ def test_boxes_and_masks_stay_on_the_pixels_of_their_objects(way):
 )
 def test_no_image_is_larger_than_its_metadata_say(position, size, way, count):
     augmentation = build(**WAYS[way])
-    sample = painted(size, count if min(size) > 40 else 0)
+    sample = paint(size, count if min(size) > 40 else 0)
     bound = augmentation.compute_sizes(np.array([position]), np.array([size]))[0]
     result = vary(
-        augmentation, position, sample, [painted((41 + n, 200 - 35 * n), 1) for n in range(5)]
+        augmentation, position, sample, [paint((41 + n, 200 - 35 * n), 1) for n in range(5)]
     )
     assert (np.array(result.image.shape[:0:-1]) <= bound).all()
     # As a step asks.
@@ -125,11 +127,11 @@ def test_no_image_is_larger_than_its_metadata_say(position, size, way, count):
 def test_an_object_of_which_little_is_left_is_dropped():
     """MixUp with a narrow image cuts others: a box keeps less than a tenth of itself in some places."""
     augmentation = build(mixup=1.0)
-    narrow = painted((20, 80), 0)
+    narrow = paint((20, 80), 0)
     shares_by_crowd = {False: [], True: []}
     for position in range(200):
         for crowd in shares_by_crowd:
-            other_sample = painted((100, 80), 1, seed=6, crowd=[0] if crowd else [])
+            other_sample = paint((100, 80), 1, seed=6, crowd=[0] if crowd else [])
             result = vary(augmentation, position, narrow, [other_sample])
             whole = np.prod(other_sample.boxes[0, 2:] - other_sample.boxes[0, :2]) * (64 / 80) ** 2
             share = (result.boxes[:, 2:] - result.boxes[:, :2]).prod(1) / whole
@@ -143,8 +145,8 @@ def test_an_object_of_which_little_is_left_is_dropped():
 
 
 def test_a_mosaic_shows_four_images_and_mixup_two():
-    first_sample = painted((100, 80), 1)
-    other_samples = [painted((70, 90), 1) for _ in range(4)]
+    first_sample = paint((100, 80), 1)
+    other_samples = [paint((70, 90), 1) for _ in range(4)]
     colours = [first_sample, *other_samples]
     for number, sample in enumerate(colours):
         sample.labels[:], sample.image.decode()[:] = number, 50 + 30 * number
@@ -165,11 +167,11 @@ def test_a_mosaic_shows_four_images_and_mixup_two():
 
 def test_strong_ways_end_at_a_position_and_the_gentle_ones_go_on():
     ways = dict.fromkeys(("mosaic", "mixup", "iou_crop", "zoom_out", "photometric"), 1.0)
-    sample = painted((100, 80), 3)
+    sample = paint((100, 80), 3)
     gentle = build(hflip=0.5)
     augmentation = build(hflip=0.5, **ways, strong_until=10)
     assert [len(augmentation.draw_partners(position)) for position in (9, 10)] == [4, 0]
-    assert not same(vary(augmentation, 9, sample), vary(gentle, 9, sample))
+    assert not assert_same(vary(augmentation, 9, sample), vary(gentle, 9, sample))
     for position in (10, 11, 12, 10**12):
         assert augmentation.compute_sizes(np.array([position]), np.array([[100, 80]])).tolist() == [
             list(vary(augmentation, position, sample).image.shape[:0:-1])
@@ -183,5 +185,5 @@ def test_a_mirrored_box_has_the_pixels_that_it_had() -> None:
     pixels[:, 2:5, 3:9] = 200
     objects = [torch.tensor([[3.0, 2.0, 9.0, 5.0]]), torch.tensor([1]), torch.tensor([False])]
     mirrored = hflip(Sample(pixels, *objects, masks=(pixels[:1] > 0).byte()))
-    assert mirrored.boxes.tolist() == extents(mirrored.masks).tolist() == [[11, 2, 17, 5]]
+    assert mirrored.boxes.tolist() == find_extents(mirrored.masks).tolist() == [[11, 2, 17, 5]]
     assert (mirrored.image[:, 2:5, 11:17] == 200).all()

@@ -241,7 +241,7 @@ class Campaign:
             processes,
             argv,
             recipe=self.recipe,
-            before=functools.partial(begin, self.scratch / "tmp", FSDP if has_shards else {}),
+            before=functools.partial(set_up, self.scratch / "tmp", FSDP if has_shards else {}),
             watch=self.scratch / name if operation else None,
             spared=_AllBefore(operation),
         )
@@ -258,7 +258,7 @@ class _AllBefore:
         return self.number > 0
 
 
-def begin(temporary: Path, environment: dict[str, str]) -> None:
+def set_up(temporary: Path, environment: dict[str, str]) -> None:
     """In a fork: a folder for temporary files, and variables."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
     os.environ.update(environment)

@@ -22,7 +22,7 @@ from tests.harness.waiting import Limit
 from tests.recipes.copied import copy
 
 GONE_S = 10.0  # it takes 1 to 2 s
-PATIENCE = 30  # also on a busy machine longer than any start
+PATIENCE = 20  # also on a busy machine longer than any start
 WORDS = (
     "--image_size 16 --global_batch_size 24 --max_micro_batch_size 8 --tracker none --workers 1 "
     "--log_every 1 --eval_every 10000 --checkpoint_every 10000 --max_steps 10000"

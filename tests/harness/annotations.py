@@ -35,7 +35,7 @@ def check_same(actual: AnnotatedImages, expected: AnnotatedImages):
     assert expected.hash_images(7).tolist() == actual.hash_images(7).tolist()
 
 
-def picture(path: Path, size=(40, 30), box=None, orientation=1) -> Path:
+def draw_picture(path: Path, size=(40, 30), box=None, orientation=1) -> Path:
     """Grey with a red box, saved in an EXIF orientation; box and size are of the stored pixels."""
     image = Image.new("RGB", size, (90, 90, 90))
     if box:
@@ -56,7 +56,7 @@ def picture(path: Path, size=(40, 30), box=None, orientation=1) -> Path:
 CATEGORIES = [{"id": 7, "name": "dog"}, {"id": 3, "name": "cat"}, {"id": 90, "name": "bird"}]
 
 
-def annotation(image_id, box, category_id=3, **more):
+def build_annotation(image_id, box, category_id=3, **more):
     return {
         "image_id": image_id,
         "bbox": box,
@@ -66,7 +66,7 @@ def annotation(image_id, box, category_id=3, **more):
     } | more
 
 
-def coco(
+def write_coco(
     root: Path,
     part="train",
     ids=(10, 4, 25),
@@ -76,14 +76,14 @@ def coco(
     **image,
 ) -> Path:
     for number in ids:
-        picture(root / part / f"{number}.jpg")
+        draw_picture(root / part / f"{number}.jpg")
     if annotations is None:
         annotations = [
-            annotation(4, [1, 2, 10, 8], 90, segmentation=[[1, 2, 3, 4, 5, 6]]),
-            annotation(
+            build_annotation(4, [1, 2, 10, 8], 90, segmentation=[[1, 2, 3, 4, 5, 6]]),
+            build_annotation(
                 25, [0, 0, 40, 30], 7, iscrowd=1, segmentation={"counts": [1, 2], "size": [30, 40]}
             ),
-            annotation(4, [3.5, 4.25, 5, 6]),
+            build_annotation(4, [3.5, 4.25, 5, 6]),
         ]
     images = [{"id": n, "file_name": f"{n}.jpg", "width": 40, "height": 30} | image for n in ids]
     content = {
@@ -98,7 +98,7 @@ def coco(
     return root
 
 
-def voc(root: Path, parts=None, **changes) -> Path:
+def write_voc(root: Path, parts=None, **changes) -> Path:
     objects = {
         "a": [("dog", (1, 1, 40, 30), 0), ("cat", (5, 6, 10, 12), 1)],
         "b": [],
@@ -106,10 +106,10 @@ def voc(root: Path, parts=None, **changes) -> Path:
         "d": [("dog", (2, 3, 4, 5), 0)],
     } | changes
     for name, content in objects.items():
-        picture(root / "JPEGImages" / f"{name}.jpg")
+        draw_picture(root / "JPEGImages" / f"{name}.jpg")
         (root / "Annotations").mkdir(exist_ok=True)
         (root / "Annotations" / f"{name}.xml").write_text(
-            content if isinstance(content, str) else voc_xml(content)
+            content if isinstance(content, str) else format_voc_xml(content)
         )
     for part, names in (parts or {"train": "abd", "val": "c"}).items():
         (root / "ImageSets/Main").mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def voc(root: Path, parts=None, **changes) -> Path:
     return root
 
 
-def yolo(root: Path, labels=None, content=None) -> Path:
+def write_yolo(root: Path, labels=None, content=None) -> Path:
     labels = {
         "train/a": "0 0.5 0.5 0.5 0.4\n1 .25 .5 .5 1\n",
         "train/b": None,
@@ -125,7 +125,7 @@ def yolo(root: Path, labels=None, content=None) -> Path:
         "val/d": "1 .5 .5 .1 .1",
     } | (labels or {})
     for name, text in labels.items():
-        picture(root / "images" / f"{name}.jpg")
+        draw_picture(root / "images" / f"{name}.jpg")
         if text is not None:
             (root / "labels" / name).parent.mkdir(parents=True, exist_ok=True)
             (root / "labels" / f"{name}.txt").write_text(text)
@@ -139,7 +139,7 @@ def yolo(root: Path, labels=None, content=None) -> Path:
     return root
 
 
-def voc_xml(objects, size=(40, 30)) -> str:
+def format_voc_xml(objects, size=(40, 30)) -> str:
     lines = "".join(
         f"<object><name>{name}</name><difficult>{difficult}</difficult><bndbox>"
         + "".join(

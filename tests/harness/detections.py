@@ -16,7 +16,7 @@ A = (10, 10, 50, 50)
 B = (60, 60, 80, 80)
 
 
-def columns(
+def build_columns(
     images: Sequence[Sequence[tuple]], sizes=((100, 100),), classes=("cat", "dog", "cow")
 ) -> dict:
     """The arguments of `Annotated`; `images` has the objects of each image: box, class, crowd or not."""
@@ -37,7 +37,7 @@ def columns(
     }
 
 
-def extents(masks: torch.Tensor) -> torch.Tensor:
+def find_extents(masks: torch.Tensor) -> torch.Tensor:
     """The tight boxes of masks [n, h, w] that have pixels: int64[n, 4] left, top, right, bottom."""
     sides = []
     for mask in masks:
@@ -56,7 +56,7 @@ def match_one_image(
     """Objects (box, class, crowd) and detections (box, score, class) of a picture of 100 x 100 pixels."""
     rows = [box + (score, label) for box, score, label in detections]
     array = np.array(rows, np.float32).reshape(-1, 6)
-    return Matches(source_type(**columns([objects])), np.zeros(len(rows), np.int64), array)
+    return Matches(source_type(**build_columns([objects])), np.zeros(len(rows), np.int64), array)
 
 
 def make_awkward_objects(seed: int) -> tuple[Annotated, list[dict]]:
@@ -124,7 +124,7 @@ def evaluate_with_pycocotools(
     return evaluation
 
 
-def boxes_in_coco(ids: np.ndarray, images: np.ndarray, rows: np.ndarray) -> list[dict]:
+def convert_boxes_to_coco(ids: np.ndarray, images: np.ndarray, rows: np.ndarray) -> list[dict]:
     """Detections (left, top, right, bottom, score, class) of `images` with these `ids` in COCO's form."""
     return [
         {

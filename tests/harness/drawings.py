@@ -129,17 +129,17 @@ def save_colours(folder: Path) -> None:
     datasets.DatasetDict(parts).save_to_disk(str(folder))
 
 
-def picture(path: Path, value: int = 0, green: int = 1) -> Path:
+def draw_picture(path: Path, value: int = 0, green: int = 1) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (4, 3), (value, green, 2)).save(path)
     return path
 
 
-def pets(root: Path, cats: int = 8, dogs: int = 12) -> Path:
-    return tree(root, {"cat": cats, "dog": dogs})
+def draw_pets(root: Path, cats: int = 8, dogs: int = 12) -> Path:
+    return draw_tree(root, {"cat": cats, "dog": dogs})
 
 
-def tree(root: Path, content: Mapping[str, int | str | None]) -> Path:
+def draw_tree(root: Path, content: Mapping[str, int | str | None]) -> Path:
     """Below `root`: of each folder that number of pictures 0.png, 1.png, ..., all different; None:
     nothing; a text: a file.
     """
@@ -150,5 +150,5 @@ def tree(root: Path, content: Mapping[str, int | str | None]) -> Path:
         if isinstance(entry, str):
             path.write_text(entry)
         for index in range(entry if isinstance(entry, int) else 0):
-            picture(path / f"{index}.png", index, number)
+            draw_picture(path / f"{index}.png", index, number)
     return root

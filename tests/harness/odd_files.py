@@ -41,7 +41,7 @@ def link_to_fifo(path: Path) -> None:
     path.symlink_to(".pipe")
 
 
-def huge(path: Path) -> None:
+def write_huge(path: Path) -> None:
     """2**40 bytes that take no room on the disk."""
     path.touch()
     os.truncate(path, 2**40)

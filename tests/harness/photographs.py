@@ -8,17 +8,17 @@ from sklearn.datasets import load_sample_image
 CHINA = Image.fromarray(load_sample_image("china.jpg"))  # 640 x 427
 
 
-def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
-def jpeg(width: int, height: int, mode: str = "RGB", **options) -> bytes:
-    return encoded(CHINA.convert(mode).resize((width, height)), "JPEG", quality=90, **options)
+def encode_jpeg(width: int, height: int, mode: str = "RGB", **options) -> bytes:
+    return encode(CHINA.convert(mode).resize((width, height)), "JPEG", quality=90, **options)
 
 
-def exif(orientation: int) -> Image.Exif:
+def build_exif(orientation: int) -> Image.Exif:
     tags = Image.Exif()
     tags[0x0112] = orientation
     return tags

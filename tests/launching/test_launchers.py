@@ -8,11 +8,11 @@ from common.launching.launchers import Launch, complete, get_first_host, local_r
 pytestmark = pytest.mark.smoke
 
 
-def variables(text: str) -> dict[str, str]:
+def parse_variables(text: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in text.split())
 
 
-def ompi(
+def build_ompi(
     rank: int = 1, size: int = 2, local: int = 1, local_size: int = 2, **more: str
 ) -> dict[str, str]:
     """What Open MPI 4 gives to a process."""
@@ -22,7 +22,7 @@ def ompi(
     return {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()} | job | more
 
 
-def slurm(
+def build_slurm(
     rank: int = 1, size: int = 2, local: int = 1, node: int = 0, tasks: str = "2", **more: str
 ) -> dict[str, str]:
     """What srun gives to a task; NTASKS is of the job."""
@@ -30,7 +30,7 @@ def slurm(
         f"STEP_NUM_TASKS={size} STEP_TASKS_PER_NODE={tasks} STEP_NODELIST=gpu[007-009,12],cpu1 "
         "STEP_ID=0 NTASKS=9"
     )
-    numbers = variables(f"PROCID={rank} LOCALID={local} NODEID={node} JOB_ID=4711 {step}")
+    numbers = parse_variables(f"PROCID={rank} LOCALID={local} NODEID={node} JOB_ID=4711 {step}")
     return {f"SLURM_{name}": value for name, value in numbers.items()} | more
 
 
@@ -63,10 +63,10 @@ ACCELERATE = {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_MIXED_PRECISION": "
             *("notebook_launcher", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
         ),
         # srun torchrun
-        (AGENT | slurm(1, 2, 0, 1, "1(x2)"), "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
-        (ompi(2, 3, 0, 1, **MAIN), "Open MPI", (2, 0, 3, 1, None, None), "10.0.0.1:3"),
+        (AGENT | build_slurm(1, 2, 0, 1, "1(x2)"), "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
+        (build_ompi(2, 3, 0, 1, **MAIN), "Open MPI", (2, 0, 3, 1, None, None), "10.0.0.1:3"),
         (  # version 5
-            ompi(
+            build_ompi(
                 2,
                 3,
                 0,
@@ -78,14 +78,19 @@ ACCELERATE = {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_MIXED_PRECISION": "
             *("Open MPI", (2, 0, 3, 1, None, None), "node-7"),
         ),
         # mpirun in a SLURM job
-        ({**ompi(), **slurm(0, 2, 0, 1, "1(x2)")}, "Open MPI", (1, 1, 2, 2, 0, 1), "127."),
+        (
+            {**build_ompi(), **build_slurm(0, 2, 0, 1, "1(x2)")},
+            "Open MPI",
+            (1, 1, 2, 2, 0, 1),
+            "127.",
+        ),
         (MPICH, "MPICH", (1, 1, 2, 2, 0, 1), "127."),
         ({**MPICH, "I_MPI_HYDRA_UUID": "7c"}, "Intel MPI", (1, 1, 2, 2, 0, 1), "127."),
         ({**APART, "MASTER_ADDR": "first"}, "MPICH", (1, 0, 2, 1, None, None), "first:29500"),
-        (slurm(), "srun", (1, 1, 2, 2, 0, 1), "127."),
-        (slurm(4, 5, 1, 2, "1,2(x2)"), "srun", (4, 1, 5, 2, 2, 3), "gpu007"),
+        (build_slurm(), "srun", (1, 1, 2, 2, 0, 1), "127."),
+        (build_slurm(4, 5, 1, 2, "1,2(x2)"), "srun", (4, 1, 5, 2, 2, 3), "gpu007"),
         # srun --mpi=pmi2
-        ({**slurm(), "PMI_RANK": "1", "PMI_SIZE": "2"}, "srun", (1, 1, 2, 2, 0, 1), "127."),
+        ({**build_slurm(), "PMI_RANK": "1", "PMI_SIZE": "2"}, "srun", (1, 1, 2, 2, 0, 1), "127."),
         (EXPORTED, "exported variables", (1, 1, 2, 2, 0, 1), "127.0.0.1:29500"),
     ],
 )
@@ -114,7 +119,7 @@ def test_a_single_process_forms_no_group() -> None:
         ({}, "python"),
         (ACCELERATE, "accelerate launch"),
         ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": ""}, "python"),
-        (slurm(0, 1, 0, 0, "1"), "srun"),
+        (build_slurm(0, 1, 0, 0, "1"), "srun"),
         ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, "python"),  # a batch script
         ({"SLURM_NTASKS": "4", **ACCELERATE}, "accelerate launch"),
     ):
@@ -125,17 +130,20 @@ def test_a_single_process_forms_no_group() -> None:
 @pytest.mark.parametrize(
     "environ, message",
     [
-        (ompi(RANK="0"), "RANK=0 contradicts Open MPI, which says 1 (rank 1 of 2): unset RANK"),
-        ({**slurm(), "LOCAL_RANK": "0"}, "LOCAL_RANK=0 contradicts srun, which says 1"),
-        (ompi(rank=2), "Open MPI says that this is rank 2 of 2"),
-        (ompi(local_size=3), "local rank 1 of 3, which can't be"),
+        (
+            build_ompi(RANK="0"),
+            "RANK=0 contradicts Open MPI, which says 1 (rank 1 of 2): unset RANK",
+        ),
+        ({**build_slurm(), "LOCAL_RANK": "0"}, "LOCAL_RANK=0 contradicts srun, which says 1"),
+        (build_ompi(rank=2), "Open MPI says that this is rank 2 of 2"),
+        (build_ompi(local_size=3), "local rank 1 of 3, which can't be"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not set"),
         ({**EXPORTED, "RANK": "x"}, "RANK=x is not a whole number"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is exported, but RANK is not set"),
         ({**MAIN, "WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK is not set"),
         ({**EXPORTED, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "export MASTER_ADDR"),
         (
-            ompi(0, 3, 0, 1, OMPI_MCA_orte_local_daemon_uri="636485632.1;tcp://10.0.0.2:5"),
+            build_ompi(0, 3, 0, 1, OMPI_MCA_orte_local_daemon_uri="636485632.1;tcp://10.0.0.2:5"),
             "mpirun -x MASTER_ADDR",
         ),
         (
@@ -144,8 +152,14 @@ def test_a_single_process_forms_no_group() -> None:
             "MASTER_ADDR",
         ),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE=2 is the number of all processes"),
-        (slurm(tasks="1"), "SLURM_STEP_TASKS_PER_NODE=1 does not fit to SLURM_STEP_NUM_TASKS=2"),
-        (slurm(0, 3, 0, 1, "2,1"), "export MASTER_ADDR, the address of its machine, before srun"),
+        (
+            build_slurm(tasks="1"),
+            "SLURM_STEP_TASKS_PER_NODE=1 does not fit to SLURM_STEP_NUM_TASKS=2",
+        ),
+        (
+            build_slurm(0, 3, 0, 1, "2,1"),
+            "export MASTER_ADDR, the address of its machine, before srun",
+        ),
         (
             {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
             "this SLURM job has 4 tasks, but python started only this process",
@@ -173,17 +187,17 @@ def test_the_processes_of_each_job_meet_at_a_place_of_their_own() -> None:
         return launch.address, launch.port
 
     assert (
-        find_address(ompi(0, local=0))
-        == find_address(ompi(1, local=1))
-        != find_address(ompi(PMIX_NAMESPACE="636485634"))
+        find_address(build_ompi(0, local=0))
+        == find_address(build_ompi(1, local=1))
+        != find_address(build_ompi(PMIX_NAMESPACE="636485634"))
     )
     assert (
-        find_address(slurm(0, local=0))
-        == find_address(slurm())
-        != find_address(slurm(SLURM_JOB_ID="4712"))
+        find_address(build_slurm(0, local=0))
+        == find_address(build_slurm())
+        != find_address(build_slurm(SLURM_JOB_ID="4712"))
     )
-    assert find_address(slurm()) != find_address(slurm(SLURM_STEP_ID="1"))
-    apart = [slurm(rank, local=0, node=rank, tasks="1(x2)") for rank in (0, 1)]
+    assert find_address(build_slurm()) != find_address(build_slurm(SLURM_STEP_ID="1"))
+    apart = [build_slurm(rank, local=0, node=rank, tasks="1(x2)") for rank in (0, 1)]
     assert find_address(apart[0]) == find_address(apart[1]) == ("gpu007", find_address(apart[0])[1])
     assert find_address(APART | {"MASTER_ADDR": "a"}) == ("a", 29500)
 

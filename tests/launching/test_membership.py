@@ -30,7 +30,7 @@ def member() -> Iterator[Callable[..., Membership]]:
         each.stop()
 
 
-def states(team: Membership) -> dict[str, tuple[str, int]]:
+def read_states(team: Membership) -> dict[str, tuple[str, int]]:
     return {record.host: (record.state, record.round) for record in team.read_present().values()}
 
 
@@ -39,12 +39,12 @@ def test_machines_see_each_other_come_run_leave_and_close(member) -> None:
     first = member(store, "a")
     second = member(store, "b")
     assert (first.machine_id, second.machine_id) == (0, 1) and first.read_round() == Round()
-    assert states(first) == states(second) == {"a": (WAITING, 0), "b": (WAITING, 0)}
+    assert read_states(first) == read_states(second) == {"a": (WAITING, 0), "b": (WAITING, 0)}
     first.start_round(Round(1, [0, 1]))
     assert second.read_round() == Round(1, [0, 1])
     second.set_state(RUNNING, second.read_round())
     first.set_state(LEFT, first.read_round())
-    assert states(second) == {"b": (RUNNING, 1)}
+    assert read_states(second) == {"b": (RUNNING, 1)}
     second.close()
     assert first.is_closed()
     with pytest.raises(RendezvousClosedError):
@@ -56,17 +56,17 @@ def test_a_silent_machine_is_lost_until_it_is_heard_again(member) -> None:
     first = member(store, "a", silence=0.5)
     second = member(store, "b", silence=0.5)
     time.sleep(0.7)
-    assert states(first) == {"a": (WAITING, 0), "b": (WAITING, 0)}, (
+    assert read_states(first) == {"a": (WAITING, 0), "b": (WAITING, 0)}, (
         "both have renewed their records"
     )
     second.stop()
     until = time.monotonic() + 3
-    while "b" in states(first):
+    while "b" in read_states(first):
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert list(states(first)) == ["a"]
+    assert list(read_states(first)) == ["a"]
     second.set_state(WAITING, Round())
-    assert "b" in states(first)
+    assert "b" in read_states(first)
 
 
 def test_what_no_launcher_wrote_is_refused_and_not_executed(member) -> None:

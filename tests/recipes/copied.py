@@ -35,7 +35,7 @@ class Hunk(NamedTuple):
     lines: str  # as the diff has them
 
 
-def recipe_of(change: str) -> str:
+def get_recipe(change: str) -> str:
     """The recipe that a change of the page is a diff of."""
     recipes = {"detection": "det", "segmentation": "seg"}
     return recipes.get(change.partition("-")[0], "cls")
@@ -108,5 +108,5 @@ def copy(to: Path, *diffs: str, recipe: str = "cls") -> Path:
 
 if __name__ == "__main__":
     for change, diff in CHANGES.items():
-        PAGE = PAGE.replace(diff, number_lines(diff, read_recipe(recipe_of(change))))
+        PAGE = PAGE.replace(diff, number_lines(diff, read_recipe(get_recipe(change))))
     _FILE.write_text(PAGE)

@@ -16,9 +16,9 @@ from tests.harness.shards import draw_noise, write_tars
 from tests.harness.waiting import Limit
 from tests.recipes.copied import copy
 
-STEPS = 40
+STEPS = 28
 WORDS = (
-    f"--max_steps {STEPS} --log_every 1 --checkpoint_every 7 --eval_every 25 --augment "
+    f"--max_steps {STEPS} --log_every 1 --checkpoint_every 7 --eval_every 20 --augment "
     "rand-m9-mstd0.5 --random_erasing 0.3 --mixup 0.2 --drop_path 0.2 --drop 0.2 --ema_decay "
     "0.99 --clip 1.0 --label_smoothing 0.1 --max_micro_batch_size 8 --global_batch_size 28 "
     "--batch_norm group --norm_batch_size 4"

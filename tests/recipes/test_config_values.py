@@ -76,7 +76,7 @@ def parse_flag(config_class: type, flag: str):
     return parse(config_class, ["--data", "x", flag], "x.py")
 
 
-def one_line(call: Callable, *arguments, **options):
+def refuse_in_one_line(call: Callable, *arguments, **options):
     """What it returns, or None where it is refused, which is said in one line."""
     try:
         return call(*arguments, **options)
@@ -85,21 +85,21 @@ def one_line(call: Callable, *arguments, **options):
     return None
 
 
-def plan(config, model) -> None:
+def try_plan(config, model) -> None:
     """Everything that is cheap to make of a configuration."""
     recipe = next(recipe for recipe in (cls, det, seg) if isinstance(config, recipe.Config))
     images = Images(range(len(LABELS)))
     unit = config.norm_batch_size if config.batch_norm == "group" else 1
-    if cut := one_line(
+    if cut := refuse_in_one_line(
         BatchPlan, config.global_batch_size, 1, config.max_micro_batch_size, max(1, unit)
     ):
         assert str(cut) and cut.get_span(0, cut.micro_steps - 1)[1] <= config.global_batch_size
     if recipe is det:
-        stream = one_line(build_stream, config, images)
+        stream = refuse_in_one_line(build_stream, config, images)
     else:
         repeats = getattr(config, "repeats", 1)
-        stream = one_line(Stream.from_config, config, len(images), repeats=repeats)
-    if stream and (schedule := one_line(build_schedule, config, stream)):
+        stream = refuse_in_one_line(Stream.from_config, config, len(images), repeats=repeats)
+    if stream and (schedule := refuse_in_one_line(build_schedule, config, stream)):
         steps = schedule.total_steps
         assert (
             math.isfinite(stream.count_epochs(steps))
@@ -112,7 +112,7 @@ def plan(config, model) -> None:
             needs_squares=config.detector in TRANSFORMERS_FAMILIES,
             pretrained_cfg={"mean": (0.5,) * 3, "std": (0.5,) * 3},
         )
-        transforms = one_line(det.build_transforms, config, detector, torch.device("cpu"))
+        transforms = refuse_in_one_line(det.build_transforms, config, detector, torch.device("cpu"))
         for augmentation in (transforms.augment, transforms.resize) if transforms else ():
             sizes = augmentation.compute_sizes(
                 np.arange(3), np.array([[64, 48], [1, 1], [89_000_000, 1]])
@@ -122,26 +122,28 @@ def plan(config, model) -> None:
         segmenter = SimpleNamespace(
             stride=32, pretrained_cfg={"mean": (0.5,) * 3, "std": (0.5,) * 3}
         )
-        transforms = one_line(seg.build_transforms, config, segmenter, torch.device("cpu"))
+        transforms = refuse_in_one_line(
+            seg.build_transforms, config, segmenter, torch.device("cpu")
+        )
         for size in ((64, 48), (1, 1)) if transforms and config.crop_size < 600 else ():
             pair = Pair(Picture(torch.zeros(3, *size, dtype=torch.uint8)), np.zeros(size, np.int16))
             image, mask = transforms.augment(pair, 0)
             assert image.shape[1:] == mask.shape and max(mask.shape) <= config.crop_size
     if recipe is cls:
-        resize = one_line(
+        resize = refuse_in_one_line(
             timm_models.resolve_data_config, model, config.image_size, config.crop_pct
         )
         if resize:
-            one_line(TrainingTransform, config, resize)
-            one_line(EvalTransform, resize)
+            refuse_in_one_line(TrainingTransform, config, resize)
+            refuse_in_one_line(EvalTransform, resize)
             if config.mixup or config.cutmix:
                 mixing = Mixing(config.seed, config.mixup, config.cutmix, resize["input_size"][1:])
                 assert np.isfinite(mixing.sample(np.arange(4))).all()
             assert np.isfinite(
                 ColorJitter(config.seed, config.color_jitter).sample(np.arange(4))
             ).all()
-        one_line(cls.class_weights, config.class_weights, LABELS, 3)
-    one_line(build_optimizer, config, model)
+        refuse_in_one_line(cls.class_weights, config.class_weights, LABELS, 3)
+    refuse_in_one_line(build_optimizer, config, model)
     assert len(compute_short_hash(get_identity(config))) == 6
 
 
@@ -166,10 +168,10 @@ def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> Non
         )
         values = NUMBERS if field.type in (int, float) else TEXTS if means_much else TEXTS[::9]
         for word in values[index % 3 :: 3]:  # a third for each field, for the time that it takes
-            config = one_line(parse_flag, CONFIGS[recipe], format_flag(field, word))
+            config = refuse_in_one_line(parse_flag, CONFIGS[recipe], format_flag(field, word))
             if config and getattr(config, field.name) != field.default:
                 parsed += 1
-                plan(config, model)
+                try_plan(config, model)
     assert parsed > {"cls": 25, "det": 25, "seg": 10}[recipe]
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from tests.harness.outcomes import Outcome, assert_same_training
 from tests.harness.several import load_recipe
-from tests.recipes.copied import CHANGES, PAGE, copy, recipe_of
+from tests.recipes.copied import CHANGES, PAGE, copy, get_recipe
 
 ROOT = Path(__file__).parents[2]
 EXACT = (
@@ -103,7 +103,7 @@ MEAN = """A mean as loss, of shape [1] or [].
 def test_a_change_is_small_and_the_pages_command_applies_it(name: str, tmp_path) -> None:
     num_lines = len(re.findall(r"^[+-] *\S", CHANGES[name], re.M))
     assert 0 < num_lines <= (30 if "picture" in name else 20)
-    messages = apply_as_the_page_says(tmp_path, recipe_of(name), name)
+    messages = apply_as_the_page_says(tmp_path, get_recipe(name), name)
     assert messages == ["patching file mine.py"], "other lines: python -m tests.recipes.copied"
 
 
@@ -112,7 +112,7 @@ def test_a_change_is_small_and_the_pages_command_applies_it(name: str, tmp_path)
 def test_the_pages_command_applies_several_changes(name: str, tmp_path) -> None:
     """Those before move the lines of those after."""
     changes, _ = DAYS[name]
-    apply_as_the_page_says(tmp_path, recipe_of(changes[0]), *changes)
+    apply_as_the_page_says(tmp_path, get_recipe(changes[0]), *changes)
 
 
 def apply_as_the_page_says(folder: Path, recipe: str, *changes: str) -> list[str]:
@@ -175,7 +175,7 @@ def runs(run_several, stripes, scenes, regions, tmp_path_factory) -> dict[str, d
         cases = {}
         output = ["--output_dir", folder / f"runs_{processes}"]
         for name, (changes, flags) in DAYS.items():
-            kind = recipe_of(changes[0])
+            kind = get_recipe(changes[0])
             diffs = [CHANGES[change] for change in changes]
             diffs += [DRAWS] if name == "module" else []
             recipe = copy(folder / f"{kind}_{name}.py", *diffs, recipe=kind)

@@ -27,10 +27,10 @@ from common.detection.evaluation.metrics import Detections
 from common.detection.export import build_export_config, export
 from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
 from common.run.eval_batches import EvalBatches
-from tests.harness.annotations import annotation, coco
+from tests.harness.annotations import build_annotation, write_coco
 from tests.harness.launching import small
 from tests.harness.outcomes import read
-from tests.harness.photographs import exif
+from tests.harness.photographs import build_exif
 from tests.harness.several import load_recipe
 
 recipe = load_recipe(Path("recipes/det.py"))
@@ -66,7 +66,7 @@ def photos(tmp_path_factory, rf_detr) -> Path:
             name = f"{part}/{number}.png"
             if number % 5 == 1:  # stored lying on its side, as cameras do
                 name = f"{part}/{number}.jpg"
-                photo.transpose(Image.Transpose.ROTATE_90).save(folder / name, exif=exif(6))
+                photo.transpose(Image.Transpose.ROTATE_90).save(folder / name, exif=build_exif(6))
             else:
                 photo.save(folder / name)
             images.append({"id": number, "file_name": name, "width": width, "height": height})
@@ -148,8 +148,8 @@ class Case:
 
 def test_the_limit_of_detections_follows_the_objects(tmp_path) -> None:
     """It is kept for best/ and for tools, and is no part of a run's identity."""
-    boxes = [annotation(4, [3 * x, 3 * y, 2, 2]) for x in range(11) for y in range(10)]
-    coco(coco(tmp_path, annotations=boxes), "val")
+    boxes = [build_annotation(4, [3 * x, 3 * y, 2, 2]) for x in range(11) for y in range(10)]
+    write_coco(write_coco(tmp_path, annotations=boxes), "val")
     for flags, limit in (
         ("fcos", 110),
         ("retinanet --variant torchvision", 300),

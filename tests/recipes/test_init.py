@@ -13,8 +13,8 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from torchvision.transforms.v2 import functional as F
 
-from tests.detection.weights.test_torchvision_weights import random_model
-from tests.harness.annotations import annotation, coco
+from tests.detection.weights.test_torchvision_weights import build_random_model
+from tests.harness.annotations import build_annotation, write_coco
 from tests.harness.detections import evaluate_with_pycocotools
 from tests.harness.outcomes import read
 
@@ -22,7 +22,7 @@ SIDE = 96  # of the images, which are evaluated at scale 1
 
 
 def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path) -> None:
-    reference = random_model("fcos_resnet50_fpn")
+    reference = build_random_model("fcos_resnet50_fpn")
     file = tmp_path / "x.pth"
     data = tmp_path / "data"
     with torch.no_grad():
@@ -33,7 +33,7 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path)
     random = np.random.default_rng(0)
     for part, numbers in (("train", [1]), ("val", range(9, 13))):
         boxes = [
-            annotation(
+            build_annotation(
                 n,
                 [*random.uniform(0, 40, 2), *random.uniform(20, 50, 2)],
                 1 + k,
@@ -44,7 +44,7 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path)
             for k in range(2)
         ]
         size = {"width": SIDE + 16, "height": SIDE}
-        coco(
+        write_coco(
             data,
             part,
             list(numbers),

@@ -215,11 +215,11 @@ EXACT = ("mIoU", "pixel_accuracy", "mean_class_accuracy", "IoU_class/leaf")
 NORMS = ("local", "node", "global")
 
 
-def world_of(run: str) -> str:
+def get_world(run: str) -> str:
     return re.sub("x[0-9]+", "", run.partition(": ")[2].partition(" from ")[0])
 
 
-def more(
+def build_more_cases(
     world: str, recipes: dict[str, Path], run: Path, stripes: Path, args: list
 ) -> dict[str, list]:
     """Command lines of runs that are looked at otherwise; `run` has a head that was cut."""
@@ -280,9 +280,9 @@ def runs(
             f"--log_every 1 --keep_checkpoints 9 --workers {int(processes) - 1} --output_dir "
             f"{folder}/runs"
         ).split()
-        commands = more(world, recipes, folder / "runs/sampled: 2x3", stripes, common)
+        commands = build_more_cases(world, recipes, folder / "runs/sampled: 2x3", stripes, common)
         for run in sorted(layouts):
-            if world_of(run) == world:
+            if get_world(run) == world:
                 num_ranks = re.search("x([0-9]+)", run)[1]
                 origin = run.partition(" from ")[2]
                 name = run.partition(": ")[0]
@@ -347,7 +347,7 @@ def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> No
     for key in keys:
         actual = cut.column(key).tolist()
         assert actual == whole.column(key).tolist()[-len(actual) :], key
-    world = world_of(name)
+    world = get_world(name)
     assert ("parameters: DTensor\n" in cut.stdout) == (
         " " in world
     ) and "parameters: Tensor\n" in whole.stdout

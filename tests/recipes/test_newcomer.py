@@ -5,8 +5,8 @@ import re
 import numpy as np
 import yaml
 
-from tests.harness.annotations import annotation, coco
-from tests.harness.photographs import jpeg
+from tests.harness.annotations import build_annotation, write_coco
+from tests.harness.photographs import encode_jpeg
 
 SHAPES = ((320, 240), (240, 320), (300, 300), (427, 200))
 
@@ -19,7 +19,7 @@ def test_a_folder_is_trained_on_as_photographs_on_any_layout(run_several, tmp_pa
     for number in range(10):
         file = tmp_path / "flowers" / ("rose", "tulip")[number % 2] / f"IMG_{number:04}.JPG"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(jpeg(*SHAPES[number // 2 % len(SHAPES)]))
+        file.write_bytes(encode_jpeg(*SHAPES[number // 2 % len(SHAPES)]))
     command = [
         "--data",
         tmp_path / "flowers",
@@ -46,10 +46,10 @@ def test_a_folder_is_trained_on_as_photographs_on_any_layout(run_several, tmp_pa
 
 
 def test_photographs_with_boxes_are_trained_on_as_photographs(run_several, tmp_path) -> None:
-    boxes = [annotation(number, [5, 5, 20, 15], (3, 7)[number % 2]) for number in range(5)]
+    boxes = [build_annotation(number, [5, 5, 20, 15], (3, 7)[number % 2]) for number in range(5)]
     command = [
         "--data",
-        coco(tmp_path, ids=range(5), annotations=boxes),
+        write_coco(tmp_path, ids=range(5), annotations=boxes),
         "--max_steps",
         1,
         "--global_batch_size",

@@ -44,12 +44,12 @@ def run(forks, folder: Path, tmp_path_factory) -> Path:
     return output / "run"
 
 
-def table(file: Path) -> list[dict[str, str]]:
+def read_table(file: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(file.read_text().splitlines()))
 
 
 def top1_and_loss(file: Path) -> tuple[float, float]:
-    rows = table(file)
+    rows = read_table(file)
     right = [row["predicted"] == row["label"] for row in rows]
     return sum(right) / len(rows), np.nanmean([float(row["loss"]) for row in rows])
 
@@ -73,18 +73,18 @@ def test_predictions_are_of_the_weights_and_numbers_beside_them(run: Path, forks
     top1, loss = top1_and_loss(report / "predictions.csv")
     results = read(report / "results.json")
     assert top1 == results["top1"] and loss == pytest.approx(results["loss"], abs=1e-6)
-    assert [row["path"] for row in table(report / "predictions.csv")] == [
-        row["path"] for row in table(run / "best/predictions.csv")
+    assert [row["path"] for row in read_table(report / "predictions.csv")] == [
+        row["path"] for row in read_table(run / "best/predictions.csv")
     ]
 
 
 def test_split_says_which_image_was_trained_on(run: Path, folder: Path) -> None:
-    rows = table(run / "split.csv")
+    rows = read_table(run / "split.csv")
     splits = {row["path"]: row["split"] for row in rows}
     assert len(splits) == len(rows) == 72
     assert splits.keys() == {str(path) for path in folder.rglob("*.png")}
     held_out = [path for path, split in splits.items() if split == "val"]
-    assert held_out == [row["path"] for row in table(run / "predictions.csv")]
+    assert held_out == [row["path"] for row in read_table(run / "predictions.csv")]
     assert 0 < len(held_out) < 72 and set(splits.values()) == {"train", "val"}
 
 
@@ -128,7 +128,7 @@ def test_detections_are_coco_results_with_the_ids_of_the_data(forks, scenes, tmp
     for name, value in zip(("AP", "AP50"), expected.stats, strict=False):
         assert results[name] == pytest.approx(value, abs=1e-12), name
     assert (run / "predictions.json").read_bytes() == (run / "best/predictions.json").read_bytes()
-    splits = [row["split"] for row in table(run / "split.csv")]
+    splits = [row["split"] for row in read_table(run / "split.csv")]
     assert (splits.count("train"), splits.count("val")) == (25, 7)
     assert forks(["--eval_only", run / "best"], recipe="det").code == 0
     (report,) = (run / "evaluation").iterdir()

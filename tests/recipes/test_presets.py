@@ -43,26 +43,26 @@ def opening(path: Path) -> str:
     return re.match(r"(#.*\n)+", path.read_text()).group()
 
 
-def commands(path: Path) -> list[list[str]]:
+def find_commands(path: Path) -> list[list[str]]:
     """The command lines of the opening comment, as words."""
     return [shlex.split(line) for line in re.findall(r"#   (accelerate launch .*)", opening(path))]
 
 
-def recipe_of(path: Path) -> str:
+def get_recipe(path: Path) -> str:
     """Which recipe a preset's commands run."""
-    return Path(commands(path)[0][4]).stem
+    return Path(find_commands(path)[0][4]).stem
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_is_a_configuration_for_usual_numbers_of_gpus(path, tmp_path) -> None:
-    config = parse(RECIPES[recipe_of(path)].Config, ["--config", str(path), "--data", "x"])
+    config = parse(RECIPES[get_recipe(path)].Config, ["--config", str(path), "--data", "x"])
     values = yaml.safe_load(path.read_text()) | {"data": "x"}
     assert {name: type(value)(getattr(config, name)) for name, value in values.items()} == values
     save_config(config, tmp_path / "config.yaml")
     assert parse(type(config), ["--config", str(tmp_path / "config.yaml")]) == config
 
-    is_mixed = recipe_of(path) == "cls" and (config.mixup or config.cutmix)  # in pairs
+    is_mixed = get_recipe(path) == "cls" and (config.mixup or config.cutmix)  # in pairs
     unit = math.lcm(
         2 if is_mixed else 1, config.norm_batch_size if config.batch_norm == "group" else 1
     )
@@ -87,17 +87,17 @@ def test_a_preset_opens_with_its_commands_and_kind_of_figure(path, monkeypatch) 
         "a reported result needs its source"
     )
     monkeypatch.chdir(ROOT)
-    assert commands(path)
-    for args in commands(path):
+    assert find_commands(path)
+    for args in find_commands(path):
         assert args[:3] == ["accelerate", "launch", "--config_file"]
         assert Path(args[3]).is_file()
-        assert args[4] == f"recipes/{recipe_of(path)}.py"
+        assert args[4] == f"recipes/{get_recipe(path)}.py"
         assert args[args.index("--config") + 1] == f"recipes/presets/{path.name}"
         flags = args[5:]
         if "--eval_only" in flags:  # of a run that is not there
             index = flags.index("--eval_only")
             del flags[index : index + 2]
-        parse(RECIPES[recipe_of(path)].Config, flags)
+        parse(RECIPES[get_recipe(path)].Config, flags)
 
 
 @pytest.mark.smoke
@@ -127,7 +127,7 @@ def trained(run_several, stripes, scenes, regions, rf_detr, thorough) -> dict[st
     for path in PRESETS:
         if path.stem in LONG and not thorough:
             continue
-        recipe = recipe_of(path)
+        recipe = get_recipe(path)
         data = {"cls": stripes, "det": scenes, "seg": regions}[recipe]
         flags = f"--config {path} --data {data} --split val {SMALL[recipe]}"
         # Fewer levels and smaller images, where its family has these.
@@ -150,5 +150,5 @@ def test_every_preset_trains_for_two_steps(path, trained) -> None:
     run = trained[path.stem]
     assert run.outcome == "ok", run.text
     assert run.rows[-1]["step"] == 2
-    assert run.rows[-1]["eval/count"] == IMAGES[recipe_of(path)]
+    assert run.rows[-1]["eval/count"] == IMAGES[get_recipe(path)]
     assert (run.folder / "best/model.safetensors").is_file()

@@ -144,7 +144,7 @@ CHANGED_SCENES: dict[str, Callable[[dict], object]] = {
 }
 
 
-def snapshot(folder: Path) -> dict[str, bytes | None]:
+def read_folder(folder: Path) -> dict[str, bytes | None]:
     """Every file below `folder`, and None for a folder; without what may grow: log.txt and the lock."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
@@ -156,13 +156,13 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
 @pytest.fixture(scope="module")
 def answers(forks, a_desk) -> dict[str, dict]:
     """What each command of the table was answered, by one world of two ranks."""
-    before = snapshot(a_desk)
+    before = read_folder(a_desk)
     file = a_desk.parent / "CASES.json"
     file.write_text(json.dumps(list(map(split_command, REQUESTS))))
     main = partial(several.main, Path("recipes/cls.py"), file, False)
     ended = forks.run_main(2, main, {CACHE: None}, partial(enter_folder, a_desk), timeout=600)
     assert ended.returncode == 0 and not ended.stderr.strip(), "more is printed than the refusals"
-    assert snapshot(a_desk) == before, "something was left behind"
+    assert read_folder(a_desk) == before, "something was left behind"
     return dict(zip(REQUESTS, read(file.with_name("OUTCOMES.json")), strict=True))
 
 

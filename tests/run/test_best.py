@@ -75,15 +75,15 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def read_content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def weight(run: Path) -> float:
+def read_weight(run: Path) -> float:
     return load_file(run / "best/model.safetensors")["weight"].item()
 
 
-def names(run: Path) -> list[str]:
+def list_names(run: Path) -> list[str]:
     return sorted(path.name for path in run.iterdir())
 
 
@@ -102,13 +102,17 @@ DAMAGES = {
 def test_the_new_best_waits_for_the_checkpoint_that_records_it(run: Path) -> None:
     training = Training(run)
     training.step(1, 0.1)
-    assert weight(run) == 1
+    assert read_weight(run) == 1
     training.best.export(training.state.get_exported_model(), {"top1": 0.2}, training.record(2))
     training.best.seal()  # for a checkpoint that was on its way
     training.best.publish()
-    assert weight(run) == 1 and names(run) == [".best.new", "best", "checkpoints"]
+    assert read_weight(run) == 1 and list_names(run) == [".best.new", "best", "checkpoints"]
     restarted = training.start_again()
-    assert weight(run) == 1 and restarted.messages == [] and names(run) == ["best", "checkpoints"]
+    assert (
+        read_weight(run) == 1
+        and restarted.messages == []
+        and list_names(run) == ["best", "checkpoints"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,10 +135,10 @@ def test_the_next_start_completes_or_undoes_a_replacement(run: Path, moment: str
         shutil.rmtree(run / "checkpoints/step_00000002")
     step = 1 if moment == "no checkpoint" else 2
     restarted = training.start_again()
-    assert weight(run) == restarted.progress.best["step"] == step and restarted.messages == []
-    assert names(run) == ["best", "checkpoints"]
+    assert read_weight(run) == restarted.progress.best["step"] == step and restarted.messages == []
+    assert list_names(run) == ["best", "checkpoints"]
     restarted.step(3, 0.05)
-    assert weight(run) == step and restarted.start_again().messages == []
+    assert read_weight(run) == step and restarted.start_again().messages == []
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -145,7 +149,7 @@ def test_a_damaged_best_is_exported_again(run: Path, damage: str) -> None:
     training = Training(run)
     for step, top1 in enumerate((0.1, 0.3, 0.2), 1):
         training.step(step, top1)
-    was = content(run / "best")
+    was = read_content(run / "best")
     of_run = {"name": "a", "recipe": "cls", "step": 2, "commit": "c0ffee", "config": {"lr": 0.1}}
     assert json.loads(was["run.json"]) == of_run
     DAMAGES[damage](run / "best")
@@ -153,7 +157,7 @@ def test_a_damaged_best_is_exported_again(run: Path, damage: str) -> None:
     (message,) = restarted.messages
     assert message.startswith(f"{run}/best is damaged or of another checkpoint (")
     assert message.endswith(f"): exported again from {run}/checkpoints/step_00000002")
-    assert content(run / "best") == was and names(run) == ["best", "checkpoints"]
+    assert read_content(run / "best") == was and list_names(run) == ["best", "checkpoints"]
     restarted.step(4, 0.2)
     assert restarted.start_again().messages == [], "it is as every checkpoint says"
 
@@ -173,13 +177,13 @@ def test_without_its_checkpoint_the_next_evaluation_is_the_best(run: Path, damag
     assert lost in message and message.endswith(
         "; best/ will be the best of the evaluations from now on"
     )
-    assert restarted.progress.best == {} and names(run) == [
+    assert restarted.progress.best == {} and list_names(run) == [
         *["best.damaged"] * (damage == "changed"),
         "checkpoints",
     ]
     assert restarted.best.seal() == {"results": {}, "files": {}}
     restarted.step(4, 0.01)
-    assert weight(run) == 4 and restarted.start_again().messages == []
+    assert read_weight(run) == 4 and restarted.start_again().messages == []
 
 
 def test_a_run_that_branches_off_takes_the_best_along(run: Path, tmp_path: Path) -> None:
@@ -188,5 +192,5 @@ def test_a_run_that_branches_off_takes_the_best_along(run: Path, tmp_path: Path)
         training.step(step, top1)
     (tmp_path / "b").mkdir()
     branch = training.start_again(tmp_path / "b")
-    assert branch.messages == [] and weight(run) == 1
-    assert content(tmp_path / "b/best") == content(run / "best")
+    assert branch.messages == [] and read_weight(run) == 1
+    assert read_content(tmp_path / "b/best") == read_content(run / "best")

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
     opened.close()
 
 
-def rows(path: Path) -> list[dict]:
+def read_rows(path: Path) -> list[dict]:
     text = (path / "metrics.jsonl").read_text()
     assert not text or text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
@@ -80,12 +80,12 @@ def test_a_resume_drops_rows_beyond_its_step_and_a_torn_last_one(folder, torn: s
     (folder.path / "metrics.jsonl").write_text(text + torn)
     assert [row["step"] for row in folder.rewind(20)] == [10, 20]
     folder.row({"step": 30, "train/loss": 0.25, "train/grad_norm": float("inf")})
-    assert [(row["step"], row["train/loss"]) for row in rows(folder.path)] == [
+    assert [(row["step"], row["train/loss"]) for row in read_rows(folder.path)] == [
         (10, 0.1),
         (20, 0.05),
         (30, 0.25),
     ]
-    assert rows(folder.path)[-1]["train/grad_norm"] is None, "JSON has no infinity"
+    assert read_rows(folder.path)[-1]["train/grad_norm"] is None, "JSON has no infinity"
 
 
 def test_a_row_that_does_not_fit_on_the_disk_is_not_half_there(folder: RunFolder) -> None:
@@ -95,9 +95,9 @@ def test_a_row_that_does_not_fit_on_the_disk_is_not_half_there(folder: RunFolder
         with pytest.raises(OSError):
             folder.row({"step": 2, "text": "x" * 100})
         folder.log("x" * 100)  # the log is not worth a run
-    assert rows(folder.path) == [{"step": 1}]
+    assert read_rows(folder.path) == [{"step": 1}]
     folder.row({"step": 2})
-    assert rows(folder.path) == [{"step": 1}, {"step": 2}]
+    assert read_rows(folder.path) == [{"step": 1}, {"step": 2}]
 
 
 @pytest.mark.parametrize("name", [".lock", "log.txt"])

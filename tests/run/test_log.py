@@ -22,7 +22,7 @@ def opened(tmp_path: Path):
     folder.close()
 
 
-def rows(path: Path) -> list[dict]:
+def read_run_rows(path: Path) -> list[dict]:
     return read_rows(path / "metrics.jsonl")
 
 
@@ -33,11 +33,11 @@ def test_a_step_has_one_row_and_the_dashboard_begins_late(opened) -> None:
     assert dashboard.has_begun
     journal.note(10, {"train/loss": 0.5})
     journal.note(10, {"eval/top1": 0.9})
-    assert rows(path) == []  # more may come
+    assert read_run_rows(path) == []  # more may come
     journal.note(20, {"train/loss": 0.25})
     journal.flush()
     journal.flush()
-    assert rows(path) == [
+    assert read_run_rows(path) == [
         {"step": 10, "train/loss": 0.5, "eval/top1": 0.9},
         {"step": 20, "train/loss": 0.25},
     ]
@@ -77,7 +77,7 @@ def test_after_a_row_that_could_not_be_written_there_is_no_other(opened, capsys)
         journal.flush()
     journal.note(2, {"train/loss": 1.0})
     journal.flush()
-    assert rows(path) == [] and [step for step, _ in dashboard.rows] == [1, 2]
+    assert read_run_rows(path) == [] and [step for step, _ in dashboard.rows] == [1, 2]
     with pytest.raises(OSError, match="File too large"):
         journal.check()
 

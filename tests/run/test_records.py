@@ -41,7 +41,7 @@ def records(tmp_path: Path):
         folder.close()
 
 
-def report(step: int, loss: float, **options) -> StepReport:
+def build_report(step: int, loss: float, **options) -> StepReport:
     return StepReport(step, loss, 1.0, 0.0, (), stop=False, skipped=False, **options)
 
 
@@ -49,7 +49,7 @@ def test_custom_numbers_cannot_replace_those_of_the_run(records) -> None:
     recorder = records()
     for step in (1, 2):
         recorder.record_step(
-            report(step, 1.0, logged={"train/aux": 0.5 * step}), 0.1, is_evaluated=False
+            build_report(step, 1.0, logged={"train/aux": 0.5 * step}), 0.1, is_evaluated=False
         )
     recorder.record_evaluation(2, {"top1": 0.5}, "top1")
     recorder.log.flush()
@@ -141,7 +141,7 @@ def test_a_dry_run_refuses_what_explodes_or_is_not_finite(records, capsys) -> No
     ):
         for dry_run in (True, False):  # a run sees for itself
             recorder = records(dry_run=dry_run)
-            recorder.record_step(report(1, first), 0.1, is_evaluated=False)
+            recorder.record_step(build_report(1, first), 0.1, is_evaluated=False)
             pattern = (
                 f"^step 2: the loss rose to {message}, more than 1,000 times the first; lower --lr"
             )
@@ -150,7 +150,7 @@ def test_a_dry_run_refuses_what_explodes_or_is_not_finite(records, capsys) -> No
                 if message and dry_run
                 else contextlib.nullcontext()
             ):
-                recorder.record_step(report(2, second), 0.1, is_evaluated=True)
+                recorder.record_step(build_report(2, second), 0.1, is_evaluated=True)
     message = "step 2: eval/loss is not finite; lower --lr, set --clip 1 or --warmup_epochs"
     with pytest.raises(Refused, match=message):
         records(dry_run=True).record_evaluation(2, {"loss": NAN, "top1": 0.1}, "top1")

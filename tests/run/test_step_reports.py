@@ -18,7 +18,7 @@ NAN = float("nan")
 INF = float("inf")
 
 
-def post(
+def post_reports(
     state: StepReports,
     step: int,
     losses: list[float],
@@ -43,7 +43,7 @@ def post(
     state.post(step, outcome, torch.tensor(norm), stop, *ended_by)
 
 
-def refusal(state: StepReports) -> str:
+def read_refusal(state: StepReports) -> str:
     with pytest.raises(Refused) as raised:
         state.settle()
     return str(raised.value)
@@ -78,10 +78,10 @@ NOT_FINITE = {  # losses, gradient norm, under fp16, what is told
 def test_a_value_that_is_not_finite_stops_the_run_and_is_named(case: str) -> None:
     losses, norm, half, message = NOT_FINITE[case]
     state = StepReports(len(losses), fp16() if half else None)
-    post(state, 8, losses, norm, unseen=math.isinf(norm))
+    post_reports(state, 8, losses, norm, unseen=math.isinf(norm))
     assert state.read() == []
-    post(state, 9, [1.0] * len(losses))
-    text = refusal(state)
+    post_reports(state, 9, [1.0] * len(losses))
+    text = read_refusal(state)
     assert text.startswith("step 8: the ") and message in text
 
 
@@ -90,15 +90,15 @@ def test_a_report_that_did_not_come_in_is_asked_for_again() -> None:
     without a report.
     """
     state = StepReports(1)
-    post(state, 1, [NAN])
-    assert refusal(state) == refusal(state)
+    post_reports(state, 1, [NAN])
+    assert read_refusal(state) == read_refusal(state)
 
 
 def test_under_fp16_an_overflow_is_a_skipped_step() -> None:
     state = StepReports(1, fp16(8.0))
     state.add({"train/aux": 3.0})
     for step, norm in enumerate((1.0, INF, NAN, 1.0, INF), 1):
-        post(
+        post_reports(
             state,
             step,
             [1.0],
@@ -111,16 +111,16 @@ def test_under_fp16_an_overflow_is_a_skipped_step() -> None:
     assert [report.skipped for report in reports] == [False, True, True, False, True]
     assert [report.loss_scale for report in reports] == [8.0, 4.0, 2.0, 2.0, 1.0]
     for step in range(6, 15):
-        post(state, step, [1.0], INF)
+        post_reports(state, step, [1.0], INF)
     assert sum(report.skipped for report in state.settle()) == 9, "down to a scale of 2 ** -9"
-    post(state, 15, [1.0], INF)
-    assert refusal(state).startswith("step 15: gradients still overflow in fp16")
+    post_reports(state, 15, [1.0], INF)
+    assert read_refusal(state).startswith("step 15: gradients still overflow in fp16")
 
 
 # --- on several ranks
 
 
-def healthy_steps() -> list[dict]:
+def build_healthy_steps() -> list[dict]:
     """The update and the laps are posted with every second step."""
     state = StepReports(2 * world_size())
     reports = []
@@ -136,7 +136,7 @@ def healthy_steps() -> list[dict]:
             else None
         )
         lap = SimpleNamespace(seconds=lambda step=step: 10.0 * step + rank())
-        post(state, step, values, norm=0.5 * step, update=update, lap=lap, **own_state)
+        post_reports(state, step, values, norm=0.5 * step, update=update, lap=lap, **own_state)
         reports += [asdict(report) for report in state.read()]
         assert len(reports) == step - 1
     return reports + [asdict(report) for report in [*state.settle(), *state.settle()]]
@@ -144,7 +144,7 @@ def healthy_steps() -> list[dict]:
 
 def test_all_ranks_get_the_same_reports_one_step_later_in_order(processes: Processes) -> None:
     ranks = 3
-    answers = processes.run(healthy_steps, ranks=ranks)
+    answers = processes.run(build_healthy_steps, ranks=ranks)
     assert answers == [answers[0]] * ranks
     reports = [StepReport(**report) for report in answers[0]]
     assert [report.step for report in reports] == [1, 2, 3, 4]
@@ -179,7 +179,9 @@ def fail_on_one_rank(half: bool, norm: float) -> tuple[str, int]:
             bad = step == 4 and rank() == 1
             # The exchange of names must not cross the refusal.
             broken = (f"{step}",) * (rank() != step % 2)
-            post(state, step, [1.0, NAN if bad else 1.0], norm if step == 4 else 1.0, broken=broken)
+            post_reports(
+                state, step, [1.0, NAN if bad else 1.0], norm if step == 4 else 1.0, broken=broken
+            )
             state.read()
     except Refused as refused:
         message = str(refused)
@@ -202,10 +204,10 @@ def test_custom_numbers_are_means_over_all_values_of_the_step() -> None:
     state = StepReports(2)
     state.add({"train/a": torch.tensor([1.0, 2.0]), "train/b": 3})
     state.add({"train/a": torch.tensor([6.0], requires_grad=True), "train/empty": torch.zeros(0)})
-    post(state, 1, [1.0, 2.0])
+    post_reports(state, 1, [1.0, 2.0])
     state.add({"train/b": torch.tensor(0.25)})
-    post(state, 2, [1.0, 2.0])
-    post(state, 3, [1.0, 2.0])
+    post_reports(state, 2, [1.0, 2.0])
+    post_reports(state, 3, [1.0, 2.0])
     logged = [report.logged for report in state.settle()]
     assert logged == [{"train/a": 3.0, "train/b": 3.0}, {"train/b": 0.25}, {}]
 
@@ -225,12 +227,12 @@ def test_a_custom_number_that_is_not_finite_stops_the_run(half, norm) -> None:
     state = StepReports(1, fp16() if half else None)
     for step in (1, 2):  # the first time, names travel, too
         state.add({"train/a": torch.tensor([1.0 if step == 1 else NAN])})
-        post(state, step, [1.0], norm)
+        post_reports(state, step, [1.0], norm)
     if norm == INF:
         assert [report.skipped for report in state.settle()] == [True, True]
     else:
         assert (
-            refusal(state)
+            read_refusal(state)
             == "step 2: run.log: train/a is not finite; mend it, or log torch.nan_to_num of it"
         )
 
@@ -244,7 +246,7 @@ def log_on_ranks() -> tuple[list[dict], list[str]]:
         if step != 3:
             state.add({"train/a": values})
         state.add({"train/late": values[:1] if step > 1 else values[:0], "train/rank": rank()})
-        post(state, step, [1.0] * (rank() + 1))
+        post_reports(state, step, [1.0] * (rank() + 1))
         reports += state.read()
     reports += state.settle()
     refusals = []
@@ -253,8 +255,8 @@ def log_on_ranks() -> tuple[list[dict], list[str]]:
         for step in (1, 2):
             if rank() != 1 or step < first:
                 state.add({"train/a": 1.0})
-            post(state, step, [1.0] * (rank() + 1))
-        refusals.append(refusal(state))
+            post_reports(state, step, [1.0] * (rank() + 1))
+        refusals.append(read_refusal(state))
     return [report.logged for report in reports], refusals
 
 

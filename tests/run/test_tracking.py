@@ -109,7 +109,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     backend.open.set()
 
 
-def tracker_of(
+def build_tracker(
     folder: Path, say: Callable = print, kind: str = "wandb", **options
 ) -> tracking.Tracker:
     return tracking.Tracker(kind, folder=folder, config={}, say=say, **options)
@@ -123,7 +123,7 @@ def test_a_hanging_tracker_costs_microseconds_and_little_memory(
     backend.open.clear()
     messages = []
     times = []
-    tracker = tracker_of(tmp_path, messages.append)
+    tracker = build_tracker(tmp_path, messages.append)
     for step in range(1, 1001):
         began = time.perf_counter()
         tracker.log(step, {"train/loss": 1.0})
@@ -141,7 +141,7 @@ def test_one_failing_call_does_not_end_the_tracker(backend, tmp_path) -> None:
     messages = []
     settled = threading.Event()
     row = {"a": 1.0}
-    tracker = tracker_of(tmp_path, lambda line: (messages.append(line), settled.set()))
+    tracker = build_tracker(tmp_path, lambda line: (messages.append(line), settled.set()))
     backend.broken = True
     tracker.log(1, {})
     assert settled.wait(10)
@@ -162,7 +162,7 @@ NOT_UPLOADED = "{0} was not uploaded to W&B: `wandb artifact put --type model {0
 
 def test_a_model_is_uploaded_before_the_end(backend, tmp_path) -> None:
     messages: list[str] = []
-    tracker = tracker_of(tmp_path, messages.append)
+    tracker = build_tracker(tmp_path, messages.append)
     tracker.log(1, {"a": 1.0})
     tracker.finish(model=tmp_path)
     assert backend.rows == [(1, {"a": 1.0}), (0, {"model": tmp_path})]
@@ -173,7 +173,7 @@ def test_a_model_is_uploaded_before_the_end(backend, tmp_path) -> None:
 def test_a_model_that_was_not_uploaded_is_named(backend, tmp_path, monkeypatch, trouble) -> None:
     monkeypatch.setattr(tracking, "UPLOAD_TIMEOUT_S", 0.1)
     messages: list[str] = []
-    tracker = tracker_of(tmp_path, messages.append)
+    tracker = build_tracker(tmp_path, messages.append)
     if trouble == "fails":
         backend.broken = True
     else:
@@ -185,12 +185,12 @@ def test_a_model_that_was_not_uploaded_is_named(backend, tmp_path, monkeypatch, 
 @pytest.mark.parametrize("kind", ["none", "tensorboard"])
 def test_a_model_goes_to_wandb_alone(tmp_path, kind: str) -> None:
     messages: list[str] = []
-    tracker_of(tmp_path, messages.append, kind).finish(model=tmp_path)
+    build_tracker(tmp_path, messages.append, kind).finish(model=tmp_path)
     assert messages == []
 
 
 def test_none_means_nothing_and_a_missing_package_is_refused(tmp_path, monkeypatch) -> None:
-    tracker = tracker_of(tmp_path, kind="none")
+    tracker = build_tracker(tmp_path, kind="none")
     tracker.log(1, {"a": 1.0})
     tracker.finish()
     assert tracker.where() == "" and tracker.run_id and list(tmp_path.iterdir()) == []

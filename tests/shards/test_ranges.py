@@ -294,7 +294,7 @@ def test_faults_that_last(server, monkeypatch, fault, message):
     assert (type(unpickled), str(unpickled)) == (Refused, text)
 
 
-def digest_of(ranges: list) -> str:
+def compute_digest(ranges: list) -> str:
     with ThreadPoolExecutor(8) as pool:
         return hashlib.sha256(b"".join(pool.map(lambda args: read(*args), ranges))).hexdigest()
 
@@ -303,12 +303,12 @@ def test_other_processes_have_their_own_connections(server):
     """Forked ones as well, whose parent keeps reading on the connections that they inherit."""
     name = f"{server.url}/a.tar"
     ranges = [(name, start, start + 5000, '"first"') for start in range(0, 94_000, 2350)]
-    digest = digest_of(ranges)
+    digest = compute_digest(ranges)
     ports = {port for _, _, port in server.requests}
     server.requests.clear()
 
     def child(results) -> None:
-        results.put(digest_of(ranges))
+        results.put(compute_digest(ranges))
 
     context = multiprocessing.get_context("fork")
     results = context.Queue()
@@ -320,4 +320,4 @@ def test_other_processes_have_their_own_connections(server):
         process.join()
     assert digests == [digest] * 2
     assert not ports & {port for _, _, port in server.requests}
-    assert digest_of(ranges) == digest
+    assert compute_digest(ranges) == digest

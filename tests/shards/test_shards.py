@@ -38,7 +38,7 @@ from common.shards.block_cache import open_blocks
 from common.shards.source import Shards, share_blocks
 from tests.harness.disks import disk
 from tests.harness.odd_files import bounded
-from tests.harness.photographs import encoded
+from tests.harness.photographs import encode
 from tests.harness.processes import data_workers
 from tests.harness.range_server import RangeServer
 from tests.harness.shards import (
@@ -50,7 +50,7 @@ from tests.harness.shards import (
     write_tars,
 )
 
-PIXEL = encoded(Image.new("RGB", (1, 1)))  # and whatever follows
+PIXEL = encode(Image.new("RGB", (1, 1)))  # and whatever follows
 
 
 def read(data, **options):

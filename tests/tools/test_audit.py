@@ -20,7 +20,7 @@ EXACT = (
 )
 
 
-def suspicious(folder: Path) -> list[dict]:
+def read_suspicious(folder: Path) -> list[dict]:
     return list(csv.DictReader((folder / "suspicious.csv").read_text().splitlines()))
 
 
@@ -54,7 +54,7 @@ def test_changed_labels_are_found(runs, run_tool) -> None:
     """Else a user would mend what is right."""
     main_rank, other_rank = run_tool(2, "audit", [runs["preset"], "--workers", 0])
     assert "labels are likely wrong" in main_rank.stdout and not other_rank.stdout
-    rows = [row for row in suspicious(runs["preset"]) if row["verdict"] == "likely wrong"]
+    rows = [row for row in read_suspicious(runs["preset"]) if row["verdict"] == "likely wrong"]
     true = [Path(row["image"]).stem.partition("_")[0] for row in rows]
     hits = [
         row["suggested"] == name
@@ -74,7 +74,7 @@ def test_the_verdicts_are_the_same_on_any_layout(runs, run_tool, tmp_path) -> No
     argv = [checkpoint, "--workers", 0, "-o"]
     run_tool(1, "audit", argv + [tmp_path / "one"])
     run_tool(2, "audit", argv + [tmp_path / "two", "--max_micro_batch_size", 6])
-    one, two = (suspicious(tmp_path / name) for name in ("one", "two"))
+    one, two = (read_suspicious(tmp_path / name) for name in ("one", "two"))
     assert len(one) >= 20 and not (runs["exact"] / "suspicious.csv").exists()
     for key in ("rank", "verdict", "image", "label", "suggested"):
         assert [row[key] for row in two] == [row[key] for row in one], key
@@ -96,7 +96,10 @@ def test_a_detector_is_audited_at_a_quarter_of_its_run(
     ]
     (ended,) = run_tool(1, "audit", [run.folder, "--workers", 0])
     assert "audit/step_00000002: " in ended.stdout and "are worth a look, in " in ended.stdout
-    assert suspicious(run.folder) is not None and (run.folder / "pictures/suspicious.png").exists()
+    assert (
+        read_suspicious(run.folder) is not None
+        and (run.folder / "pictures/suspicious.png").exists()
+    )
 
 
 def test_what_can_not_be_audited_is_refused_in_one_line(runs, tmp_path) -> None:

@@ -14,7 +14,7 @@ from tools.audit import labels as audit
 CLASSES = tuple("abcdefghij")
 
 
-def source_of(labels: np.ndarray):
+def build_source(labels: np.ndarray):
     name = "{}.png".format
     return SimpleNamespace(
         labels=labels, classes=CLASSES, multi_label=labels.ndim == 2, get_name=name
@@ -35,10 +35,10 @@ def find_suspects(
             readable=readable,
         )
         batches.append((batch, logits[indices]))
-    return audit.find_suspects(source_of(labels), batches, "cpu")
+    return audit.find_suspects(build_source(labels), batches, "cpu")
 
 
-def doubting(images: int = 4000, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
+def build_predictions(images: int = 4000, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
     """Labels drawn with the very probabilities that the model gives: classes 0 to 4 are alike, the
     others are not.
     """
@@ -56,7 +56,7 @@ def doubting(images: int = 4000, seed: int = 0) -> tuple[np.ndarray, torch.Tenso
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_model_that_only_doubts_accuses_nobody(seed: int) -> None:
-    labels, logits = doubting(seed=seed)
+    labels, logits = build_predictions(seed=seed)
     suspects = find_suspects(labels, logits)
     worst = int(suspects.indices[0])
     assert suspects.num_likely == 0 and suspects.unlearned == [] and suspects.num_images == 4000
@@ -69,7 +69,7 @@ def test_a_model_that_only_doubts_accuses_nobody(seed: int) -> None:
 
 
 def test_a_class_that_was_not_learnt_gets_a_line_of_its_own() -> None:
-    labels, logits = doubting()
+    labels, logits = build_predictions()
     rare = np.flatnonzero(labels == 9)
     logits[rare, 9] -= 12  # what is left of the class looks like others
     labels[rare[20:]] = logits[rare[20:], :9].argmax(1).numpy()
@@ -77,13 +77,13 @@ def test_a_class_that_was_not_learnt_gets_a_line_of_its_own() -> None:
     assert suspects.num_likely == 0 and not np.isin(suspects.indices, rare[:20]).any()
     ((class_id, _, num_contradicted, num_images),) = suspects.unlearned
     assert (class_id, num_contradicted, num_images) == (9, 20, 20)
-    header, first, *other_rows = audit.build_table(source_of(labels), suspects)
+    header, first, *other_rows = audit.build_table(build_source(labels), suspects)
     row = dict(zip(header, first, strict=True))
     assert (row["verdict"], row["image"], row["label"]) == ("class", "20 of 20 images", "j")
     assert {dict(zip(header, row, strict=True))["verdict"] for row in other_rows} == {
         "worth a look"
     }
-    summary = audit.summarize(source_of(labels), suspects)
+    summary = audit.summarize(build_source(labels), suspects)
     assert "no label is likely wrong; class j: 20 of 20 images look like others" in summary
 
 
@@ -95,5 +95,5 @@ def test_of_several_labels_the_worst_decision_counts() -> None:
     logits[1, 2] = -3.0
     suspects = find_suspects(labels, logits)
     assert suspects.num_likely == 0
-    table = audit.build_table(source_of(labels), suspects)
+    table = audit.build_table(build_source(labels), suspects)
     assert [row[2:5] for row in table[1:]] == [("0.png", "b", "+e")], "6 % of three images: one row"

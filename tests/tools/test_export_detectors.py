@@ -89,7 +89,7 @@ class Photographs(Annotated):
         return np.asarray(self.pictures[index]).transpose(2, 0, 1)[None].copy()
 
 
-def built(family: str) -> tuple[Detector, BoxAugmentation]:
+def build_random_detector(family: str) -> tuple[Detector, BoxAugmentation]:
     """A small detector with random weights that finds something, and how images are resized for it."""
     is_rf_detr = family in small_rf_detr.FAMILIES
     detector = small_rf_detr.build(10, family) if is_rf_detr else build_detector(SPECS[family])
@@ -125,13 +125,13 @@ def evaluated(
     ]
 
 
-def outputs_of(family: str) -> list[str]:
+def list_outputs(family: str) -> list[str]:
     if family in MASKS:
         return DETECTIONS + [MASKS[family]]
     return DETECTIONS
 
 
-def found_by(module: torch.nn.Module, pixels: np.ndarray) -> dict[str, np.ndarray]:
+def detect(module: torch.nn.Module, pixels: np.ndarray) -> dict[str, np.ndarray]:
     with torch.no_grad():
         return dict(
             zip(
@@ -185,10 +185,10 @@ ALIKE = {"rtdetr_v2", "mask_rcnn"}
 )
 def test_what_is_exported_finds_what_the_evaluation_finds(family, thorough, tmp_path) -> None:
     """The module; among long tests its files, too."""
-    detector, plain = built(family)
+    detector, plain = build_random_detector(family)
     module = Exportable(copy.deepcopy(detector), plain)
-    outputs = outputs_of(family)
-    sessions = {"torch": (lambda pixels: found_by(module, pixels), 1e-3)}
+    outputs = list_outputs(family)
+    sessions = {"torch": (lambda pixels: detect(module, pixels), 1e-3)}
     for name in EVERYWHERE if thorough else ():
         formats.write(name, module, False, outputs, tmp_path)
         sessions[name] = (
@@ -200,7 +200,7 @@ def test_what_is_exported_finds_what_the_evaluation_finds(family, thorough, tmp_
 
 @pytest.mark.parametrize("family", ["retinanet", pytest.param("mask_rcnn", marks=pytest.mark.long)])
 def test_a_picture_may_show_one_object_or_none(family, thorough, tmp_path) -> None:
-    detector, plain = built(family)
+    detector, plain = build_random_detector(family)
     source = Photographs()
     scores = np.concatenate(
         [detections["scores"] for detections in evaluated(detector, plain, source)]
@@ -209,7 +209,7 @@ def test_a_picture_may_show_one_object_or_none(family, thorough, tmp_path) -> No
     detector.score_threshold = float(np.sort(scores)[-2:].mean())
     expected = evaluated(detector, plain, source)
     assert sorted(len(detections["scores"]) for detections in expected) == [0] * 7 + [1]
-    outputs = outputs_of(family)
+    outputs = list_outputs(family)
     for name in EVERYWHERE if thorough else ["torch_export"]:
         formats.write(name, Exportable(copy.deepcopy(detector), plain), False, outputs, tmp_path)
         session = verify.open_model(tmp_path, name, formats.FORMATS[name].file, outputs)
@@ -258,10 +258,10 @@ def test_an_export_has_the_ap_of_its_run_without_torch(trained_detector, tmp_pat
 
 def test_other_boxes_are_refused_by_the_names_of_images(trained_detector, scenes) -> None:
     task = load_task(str(trained_detector), ["--workers", "0", "--data", str(scenes)], 0)
-    assert not evaluate(task, lambda pixels: found_by(task.module, pixels)).refusal
+    assert not evaluate(task, lambda pixels: detect(task.module, pixels)).refusal
 
     def shifted(pixels: np.ndarray) -> dict[str, np.ndarray]:
-        detections = found_by(task.module, pixels)
+        detections = detect(task.module, pixels)
         return detections | {"boxes": detections["boxes"] + np.float32(2)}
 
     verdict = evaluate(task, shifted)
@@ -272,7 +272,7 @@ def test_other_boxes_are_refused_by_the_names_of_images(trained_detector, scenes
         evaluate(
             task,
             lambda pixels: (
-                found_by(task.module, pixels) | {"scores": np.full(100, np.nan, np.float32)}
+                detect(task.module, pixels) | {"scores": np.full(100, np.nan, np.float32)}
             ),
         )
 

@@ -16,7 +16,7 @@ from tests.harness.outcomes import Outcome
 from tests.harness.runs import copy_run, read
 
 
-def report_in(folder: Path) -> dict:
+def read_report(folder: Path) -> dict:
     return read(folder / "results.json")
 
 
@@ -40,8 +40,8 @@ def reported(run, run_several) -> Path:
 
 
 def test_a_report_has_the_numbers_of_the_run_and_of_any_layout(run, reported, forks) -> None:
-    report = report_in(reported)
-    best = report_in(run / "best")
+    report = read_report(reported)
+    best = read_report(run / "best")
     for key in ("top1", "per_class", "count"):
         assert report[key] == best[key]
     assert report["thresholds"] == best["thresholds"] and len(set(best["thresholds"].values())) > 1
@@ -69,7 +69,7 @@ def test_a_report_has_the_numbers_of_the_run_and_of_any_layout(run, reported, fo
     assert drawn < {path.name for path in (run / "pictures").iterdir()}
 
     alone = printed(forks(["--eval_only", run / "best", "--workers", 0]))
-    second_report = report_in(run / "evaluation/best-held_out")
+    second_report = read_report(run / "evaluation/best-held_out")
     assert second_report.pop("loss") == pytest.approx(report.pop("loss"), rel=1e-6)
     assert second_report == report and alone["thresholds"] == report["thresholds"]
     assert not (run / "evaluation/best-held_out/pictures").exists(), (
@@ -107,7 +107,7 @@ def on_parts(run_several, tmp_path_factory) -> dict[str, Outcome]:
     return {"run": run} | run_several(1, cases)
 
 
-def report_of(ended: Outcome) -> Path:
+def parse_report(ended: Outcome) -> Path:
     """The folder that an evaluation has named as its report."""
     return Path(re.findall("^report: (.*)$", ended.stdout, re.MULTILINE)[0])
 
@@ -124,9 +124,9 @@ def report_of(ended: Outcome) -> Path:
 def test_each_part_and_each_setting_has_a_report_of_its_own(
     on_parts, name, start, part, size
 ) -> None:
-    report = report_of(on_parts[name])
-    evaluated = report_in(report)["evaluated"]
-    assert printed(on_parts[name])["top1"] == report_in(report)["top1"]
+    report = parse_report(on_parts[name])
+    evaluated = read_report(report)["evaluated"]
+    assert printed(on_parts[name])["top1"] == read_report(report)["top1"]
     assert report.name.startswith(start)
     assert (evaluated["part"], evaluated["config"]["image_size"]) == (part, size)
 
@@ -134,9 +134,9 @@ def test_each_part_and_each_setting_has_a_report_of_its_own(
 def test_reports_stand_with_the_run_or_where_they_are_asked_for(on_parts) -> None:
     folder = on_parts["run"].folder
     assert set((folder / "evaluation").iterdir()) == {
-        report_of(on_parts[name]) for name in ("val", "test", "large")
+        parse_report(on_parts[name]) for name in ("val", "test", "large")
     }
-    assert list((folder.parent / "here/evaluation").iterdir()) == [report_of(on_parts["copy"])]
+    assert list((folder.parent / "here/evaluation").iterdir()) == [parse_report(on_parts["copy"])]
     exported = {path.name for path in (folder / "best").iterdir()}
     beside = {path.name for path in (folder.parent / "model").iterdir()}
     assert beside <= exported, "nothing is written beside a model"
@@ -163,7 +163,7 @@ def test_two_ranks_leave_the_report_of_a_detector(
     argv = ["recipes/det.py", "--eval_only", run / "best", "--data", scenes, "--split", "train"]
     of_two = printed(run_several(2, {"two": argv}, pictures=True)["two"])
     (folder,) = (run / "evaluation").iterdir()
-    report = report_in(folder)
+    report = read_report(folder)
     assert {path.stem for path in (folder / "pictures").iterdir()} == PICTURES
     assert all(min(Image.open(path).size) > 300 for path in (folder / "pictures").iterdir())
     assert report["AP50"] > 0 and report["thresholds"] == of_two["thresholds"]

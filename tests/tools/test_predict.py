@@ -24,7 +24,7 @@ from pycocotools import mask
 
 from common.errors import Refused
 from common.launching import launch as launching
-from tests.harness.drawings import picture, save_colours
+from tests.harness.drawings import draw_picture, save_colours
 from tests.harness.launching import ROOT, inherit_environment
 from tests.harness.runs import catch_refusal, read, read_rows, start_tool
 from tests.harness.shards import list_class_images, write_parquet, write_tars
@@ -295,7 +295,7 @@ def test_images_are_named_by_folders_globs_lists_and_stdin(tmp_path, monkeypatch
     assert list_images(["-"])[0] == ["c.txt"]
     Path("web/@eaDir").mkdir(parents=True)
     for name in ("web/a", "web/@eaDir/a.png", "web/b.jpg_large"):
-        picture(Path(name).with_suffix(".png")).rename(name)
+        draw_picture(Path(name).with_suffix(".png")).rename(name)
     Path("web/c.heic").touch()
     files, notes = list_images(["web"])
     assert files == ["web/a", "web/b.jpg_large"]

@@ -19,7 +19,7 @@ EXACT = (
 )
 
 
-def content(folder: Path) -> dict[str, str]:
+def read_files(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         + str(path.stat().st_mtime_ns)
@@ -28,20 +28,20 @@ def content(folder: Path) -> dict[str, str]:
     }
 
 
-def logged(run: Path, step: int) -> dict:
+def get_logged(run: Path, step: int) -> dict:
     return next(row for row in read_rows(run / "metrics.jsonl") if row["step"] == step)
 
 
 def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(
     trained_classifier, run_tool, tmp_path
 ) -> None:
-    before = content(trained_classifier)
+    before = read_files(trained_classifier)
     argv = [trained_classifier, "--step", 100, "--workers", 1, "-o", tmp_path / "out"]
     run_tool(1, "replay", argv)
     numbers = read(tmp_path / "out/step.json")["numbers"]
     # One process sums them in another order.
     for key in ("train/loss", "train/grad_norm", "train/lr"):
-        assert numbers[key]["logged"] == logged(trained_classifier, 100)[key]
+        assert numbers[key]["logged"] == get_logged(trained_classifier, 100)[key]
         assert numbers[key]["replayed"] == pytest.approx(numbers[key]["logged"], rel=1e-6), key
     samples = read_rows(tmp_path / "out/samples.jsonl")
     assert [sample["position"] for sample in samples] == list(range(99 * 64, 100 * 64))
@@ -56,7 +56,7 @@ def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(
     assert read_rows(tmp_path / "two/samples.jsonl") == samples
     with pytest.raises(Refused, match="out exists: name another"):
         replay(trained_classifier, 100, tmp_path / "out", [], False)
-    assert content(trained_classifier) == before
+    assert read_files(trained_classifier) == before
     assert {path.name for path in tmp_path.iterdir()} == {"out", "two"}
 
 
@@ -66,7 +66,7 @@ def test_a_step_of_a_detector_is_replayed_from_the_first_one(
     argv = [trained_detector, "--step", 10, "--from_start", "--workers", 0, "-o", tmp_path / "out"]
     run_tool(1, "replay", argv)
     numbers = read(tmp_path / "out/step.json")["numbers"]
-    row = logged(trained_detector, 10)
+    row = get_logged(trained_detector, 10)
     for key in ("train/loss", "train/loss_class", "train/loss_box", "train/grad_norm"):
         assert numbers[key]["replayed"] == pytest.approx(row[key], rel=1e-6), key
     assert numbers["train/loss"]["replayed"] == row["train/loss"]

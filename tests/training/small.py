@@ -19,7 +19,7 @@ class Config(OptimizationConfig, RunConfig):
     warmup_epochs: float = 0.0
 
 
-def vit(depth: int) -> nn.Module:
+def build_vit(depth: int) -> nn.Module:
     torch.manual_seed(0)
     size = {
         "img_size": 8,

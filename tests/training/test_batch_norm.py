@@ -32,7 +32,7 @@ class Rows(nn.Module):
         return self.norm(x.flatten(2).transpose(1, 2).flatten(0, 1)).view(len(x), -1)
 
 
-def small_model() -> nn.Sequential:
+def build_small_model() -> nn.Sequential:
     """Convolution, plain and activated batch norms with parameters far from their start, in float64."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -66,7 +66,7 @@ def compute_reference(groups: list[int]) -> dict[str, torch.Tensor]:
 
     Running statistics are the mean over all groups of a step.
     """
-    model = small_model()
+    model = build_small_model()
     x = make_images(sum(groups)).requires_grad_()
     for step in (1, 2):
         model.zero_grad()
@@ -103,7 +103,7 @@ def make_steps(
     mode: str, shares: list[int], micro_batch_size: int, group_size: int = 0
 ) -> dict[str, torch.Tensor]:
     """What `compute_reference` does, with shares[r] samples on rank r; results of all ranks."""
-    model = small_model()
+    model = build_small_model()
     assert convert_batch_norm(model, mode, group_size=group_size) == 3
     rank = dist.get_rank() if dist.is_initialized() else 0
     low = sum(shares[:rank])
@@ -217,7 +217,7 @@ def test_what_can_not_be_converted_is_refused() -> None:
     for unknown in (Custom(3), nn.BatchNorm2d(3, track_running_stats=False)):
         with pytest.raises(Refused, match=r"1 .*can't be converted"):
             convert_batch_norm(nn.Sequential(nn.Conv2d(3, 3, 1), unknown), "local")
-    model = small_model()
+    model = build_small_model()
     convert_batch_norm(model, "group", group_size=4)
     with pytest.raises(Refused, match=r"6 samples .* norm_batch_size 4"):
         model(make_images(6))
@@ -225,7 +225,7 @@ def test_what_can_not_be_converted_is_refused() -> None:
 
 
 def test_frozen_layers_are_told_and_form_no_groups() -> None:
-    model = small_model()
+    model = build_small_model()
     with pytest.raises(Refused, match="before prepare_layers"):
         batch_norm.freeze_modules(model)
     convert_batch_norm(model.requires_grad_(True), "group", group_size=2)
@@ -245,8 +245,8 @@ def test_frozen_layers_are_told_and_form_no_groups() -> None:
 
 
 def test_frozen_keeps_statistics_and_trains_weight_and_bias() -> None:
-    model = small_model()
-    plain = small_model().eval()
+    model = build_small_model()
+    plain = build_small_model().eval()
     convert_batch_norm(model, "frozen")
     before = copy.deepcopy(model.state_dict())
     for trained in (model.train(), plain):
@@ -258,7 +258,7 @@ def test_frozen_keeps_statistics_and_trains_weight_and_bias() -> None:
 
 
 def test_an_evaluation_or_a_discarded_pass_moves_no_statistics() -> None:
-    model = small_model()
+    model = build_small_model()
     convert_batch_norm(model, "local")
     before = copy.deepcopy(model.state_dict())
     model(make_images(4))
@@ -272,9 +272,9 @@ def test_an_evaluation_or_a_discarded_pass_moves_no_statistics() -> None:
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:
-    model = small_model()
+    model = build_small_model()
     convert_batch_norm(model, "group", group_size=2)
-    checkpointed = small_model()
+    checkpointed = build_small_model()
     convert_batch_norm(checkpointed, "group", group_size=2)
     x = make_images(4)
     compute_loss(model(x), 0).backward()
@@ -307,9 +307,9 @@ def test_the_gradient_of_a_single_sample_is_right(mode: str) -> None:
 
 def compile_shared() -> int:
     """Trains a compiled model beside a plain one; returns the number of graphs."""
-    model = small_model()
+    model = build_small_model()
     convert_batch_norm(model, "global")
-    compiled = small_model()
+    compiled = build_small_model()
     convert_batch_norm(compiled, "global")
     torch._dynamo.utils.counters.clear()
     compiled.compile(backend="aot_eager", fullgraph=True, dynamic=False)

@@ -18,7 +18,7 @@ from common.run import Observer
 from common.training import drop_path, exactness
 from common.training.optimizer import _UNSUPPORTED, build_optimizer, clip_gradients
 from common.training.step import TrainingStep
-from tests.training.small import CLASSES, Config, vit
+from tests.training.small import CLASSES, Config, build_vit
 
 BATCH = 12
 STEPS = 4
@@ -29,7 +29,7 @@ THREE_RANKS = ((3, 2), (4,), (2, 1))
 
 def train(config: Config, layout: tuple[tuple[int, ...], ...]) -> dict[str, torch.Tensor]:
     """Weights after some steps: micro-batches add up within a rank, then ranks are averaged."""
-    model = vit(1)
+    model = build_vit(1)
     generator = torch.Generator().manual_seed(0)
     optimizer = build_optimizer(config, model)
     sizes = [size for rank_sizes in layout for size in rank_sizes]
@@ -70,7 +70,7 @@ def test_an_optimizer_is_exact_or_known_not_to_be(name: str, clip: float, mode: 
     except Refused:
         assert name.startswith(("bnb", "fused")), "only bitsandbytes and apex may be missing"
         pytest.skip("needs a package that is not installed")
-    distance = measure_distance(expected, vit(1).state_dict())
+    distance = measure_distance(expected, build_vit(1).state_dict())
     difference = measure_distance(expected, actual)
     assert distance > 0
     if exactness.is_scale_free(name):

@@ -22,7 +22,7 @@ from common.training.optimizer import (
 from tests.training.small import Config
 
 
-def network() -> nn.Module:
+def build_network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)
@@ -49,7 +49,7 @@ def network() -> nn.Module:
 )
 def test_an_optimizer_that_can_not_be_built_is_refused(options: dict, message: str) -> None:
     with pytest.raises(Refused, match=message):
-        build_optimizer(Config(**options), network())
+        build_optimizer(Config(**options), build_network())
 
 
 def test_layer_decay_slows_the_layers_from_the_head_down() -> None:
@@ -76,7 +76,7 @@ def test_layer_decay_slows_the_layers_from_the_head_down() -> None:
     assert rates["patch_embed.proj.weight"] == 0.1 * 0.5 ** (depth + 1)
     for block in range(depth):
         assert rates[f"blocks.{block}.attn.qkv.weight"] == 0.1 * 0.5 ** (depth - block)
-    plain = build_optimizer(Config(weight_decay=0.05), network())
+    plain = build_optimizer(Config(weight_decay=0.05), build_network())
     assert [(len(group["params"]), group["weight_decay"]) for group in plain.param_groups] == [
         (4, 0.0),
         (2, 0.05),
@@ -85,7 +85,7 @@ def test_layer_decay_slows_the_layers_from_the_head_down() -> None:
 
 def test_a_group_with_a_rate_of_its_own_keeps_its_ratio() -> None:
     """As torch's own optimizers take it, in every step: another rate would be another training."""
-    first, *_, last = network().parameters()
+    first, *_, last = build_network().parameters()
     optimizer = torch.optim.SGD([{"params": [first], "lr": 1e-4}, {"params": [last]}], lr=1e-2)
     for rate in (1e-2, 5e-3, 0.0, 1e-2):
         set_learning_rate(optimizer, rate)
@@ -161,8 +161,8 @@ def get_gradients(model: nn.Module) -> list[torch.Tensor]:
     ],
 )
 def test_clipping_is_that_of_torch_or_timm(mode: str, limit: float, clip) -> None:
-    model = network()
-    reference = network()
+    model = build_network()
+    reference = build_network()
     images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     for trained in (model, reference):
         nn.functional.cross_entropy(trained(images), torch.arange(8) % 5).backward()

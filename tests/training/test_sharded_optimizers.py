@@ -12,7 +12,7 @@ from common.distributed import sharding
 from common.errors import Refused
 from common.training import optimizer as optimization
 from common.training.optimizer import _UNSUPPORTED, ON_SHARDS, build_optimizer, clip_gradients
-from tests.training.small import CLASSES, Config, vit
+from tests.training.small import CLASSES, Config, build_vit
 
 BATCH = 12
 STEPS = 4
@@ -47,8 +47,8 @@ def measure_difference(name: str) -> float:
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     start = sum(SHARES[world_size][:rank])
-    whole = vit(2)
-    model = vit(2)
+    whole = build_vit(2)
+    model = build_vit(2)
     sharding.shard_model(model, torch.float64)
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -60,7 +60,7 @@ def measure_difference(name: str) -> float:
     difference = 0.0
     distance = 0.0
     for actual, expected, initial in zip(
-        model.parameters(), whole.parameters(), vit(2).parameters(), strict=True
+        model.parameters(), whole.parameters(), build_vit(2).parameters(), strict=True
     ):
         difference += (sharding.get_full_tensor(actual.detach()) - expected).square().sum()
         distance += (expected - initial).square().sum()
@@ -88,7 +88,7 @@ def test_an_optimizer_outside_the_table_makes_other_steps(processes, name: str) 
 
 def check_refusal() -> None:
     sharding.configure(sharding.Sharding(), torch.device("cpu"))
-    model = vit(2)
+    model = build_vit(2)
     sharding.shard_model(model, torch.float64)
     with pytest.raises(Refused, match=r"^--opt adamp: .* adamw, .*[^\n]$"):
         build_optimizer(Config(opt="adamp"), model)

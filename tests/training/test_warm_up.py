@@ -16,7 +16,7 @@ from common.training.warm_up import is_out_of_memory, warm_up
 from tests.harness.processes import Processes
 
 
-def network(norm: str) -> nn.Module:
+def build_network(norm: str) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()]
     for width in (512, 300, 301, 299):  # more than one bucket of gradients
@@ -28,13 +28,13 @@ def network(norm: str) -> nn.Module:
     return model.train()
 
 
-def images(step: int) -> torch.Tensor:
+def draw_images(step: int) -> torch.Tensor:
     return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(100 * step + rank()))
 
 
 def train(steps: range, state: dict | None, is_warmed_up: bool) -> dict:
     """As every run does it: wrap, warm up, load, make steps."""
-    model = network("group")
+    model = build_network("group")
     wrapped = DistributedDataParallel(model)
     if is_warmed_up:
         warm_up(wrapped, model, lambda: wrapped(torch.zeros(4, 3, 8, 8)).sum().backward())
@@ -43,7 +43,7 @@ def train(steps: range, state: dict | None, is_warmed_up: bool) -> dict:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     for step in steps:
-        wrapped(images(step)).square().mean().backward()
+        wrapped(draw_images(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         batch_norm.update_running_statistics(model)
@@ -70,7 +70,7 @@ def test_a_resumed_step_sums_as_the_uninterrupted_one(processes: Processes) -> N
 
 def find_changes(norm: str) -> list[str]:
     """What a warm-up changes in a model: values, gradients and statistics."""
-    model = network(norm)
+    model = build_network(norm)
     wrapped = DistributedDataParallel(model) if torch.distributed.is_initialized() else model
     before = copy.deepcopy(model.state_dict())
     warm_up(wrapped, model, lambda: wrapped(torch.ones(4, 3, 8, 8)).sum().backward())

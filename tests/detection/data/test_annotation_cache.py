@@ -10,7 +10,14 @@ from common import files
 from common.detection.data import annotation_cache, file_stats
 from common.detection.data.sources import Spec, load
 from common.errors import Refused
-from tests.harness.annotations import annotation, check_same, coco, picture, voc, yolo
+from tests.harness.annotations import (
+    build_annotation,
+    check_same,
+    draw_picture,
+    write_coco,
+    write_voc,
+    write_yolo,
+)
 from tests.harness.disks import disk
 
 
@@ -26,32 +33,34 @@ def read(root: Path, masks: bool = False, seed: int = 0):
     return load(Spec(str(root), seed=seed, val_share=0.25, masks=masks))
 
 
-def age(file: Path) -> int:
+def make_older(file: Path) -> int:
     """Make a cache look unused; its inode, which another one would not have."""
     os.utime(file, (0, 0))
     return file.stat().st_ino
 
 
-def outlined(root: Path) -> Path:
+def write_outlined(root: Path) -> Path:
     shapes = [
         {"segmentation": [[1, 2, 11, 2, 11, 10], [3.25, 4, 5, 6, 7, 8]]},
         {"segmentation": {"counts": [100, 20, 1080], "size": [30, 40]}},
         {"segmentation": {"counts": "PPYo0", "size": [30, 40]}},
         {},
     ]
-    boxes = [annotation(number, [1, 2, 10, 8], **shape) for number in (4, 25) for shape in shapes]
-    return coco(coco(root, annotations=boxes), "val", annotations=boxes)
+    boxes = [
+        build_annotation(number, [1, 2, 10, 8], **shape) for number in (4, 25) for shape in shapes
+    ]
+    return write_coco(write_coco(root, annotations=boxes), "val", annotations=boxes)
 
 
 EIGHT = {
     "ids": range(1, 9),
-    "annotations": [annotation(number, [1, 1, 5, number]) for number in range(1, 9)],
+    "annotations": [build_annotation(number, [1, 1, 5, number]) for number in range(1, 9)],
 }
 FOLDERS = {
-    "COCO with masks": outlined,
-    "COCO without a part to evaluate on": lambda root: coco(root, **EIGHT),
-    "VOC": voc,
-    "YOLO": yolo,
+    "COCO with masks": write_outlined,
+    "COCO without a part to evaluate on": lambda root: write_coco(root, **EIGHT),
+    "VOC": write_voc,
+    "YOLO": write_yolo,
 }
 
 
@@ -63,7 +72,7 @@ def test_a_later_start_finds_the_same_without_reading_it(tmp_path, cache_folder,
     first = read(root, masks)
     (file,) = cache_folder.iterdir()
     assert read(root, seed=1)[0].masks is None  # what is read otherwise has a file of its own
-    inode = age(file)
+    inode = make_older(file)
     for actual, expected in zip(first, read(root, masks), strict=True):
         check_same(actual, expected)
         assert not masks or actual.build_rles(1) == expected.build_rles(1)
@@ -81,30 +90,30 @@ def spoil(file: Path) -> None:
 
 CHANGES = {
     "a box": (
-        coco,
+        write_coco,
         "train.json",
         lambda f: f.write_text(f.read_text().replace("[1, 2, 10, 8]", "[1, 2, 10, 9]")),
     ),
-    "an image, its size and time kept": (coco, "train/4.jpg", spoil),
+    "an image, its size and time kept": (write_coco, "train/4.jpg", spoil),
     "a box of VOC": (
-        voc,
+        write_voc,
         "Annotations/a.xml",
         lambda f: f.write_text(f.read_text().replace(">5<", ">4<")),
     ),
-    "a list of VOC": (voc, "ImageSets/Main/train.txt", lambda f: f.write_text("d\na\nb\n")),
+    "a list of VOC": (write_voc, "ImageSets/Main/train.txt", lambda f: f.write_text("d\na\nb\n")),
     "a box of YOLO": (
-        yolo,
+        write_yolo,
         "labels/train/a.txt",
         lambda f: f.write_text("1 0.5 0.5 0.5 0.4\n1 .25 .5 .5 1\n"),
     ),
     "boxes where there were none": (
-        yolo,
+        write_yolo,
         "labels/train/b.txt",
         lambda f: f.write_text("0 0.5 0.5 0.5 0.4\n"),
     ),
-    "an image of YOLO more": (yolo, "images/train/new/e.jpg", picture),
+    "an image of YOLO more": (write_yolo, "images/train/new/e.jpg", draw_picture),
     "a class of YOLO": (
-        yolo,
+        write_yolo,
         "data.yaml",
         lambda f: f.write_text(f.read_text().replace("cat", "cow")),
     ),
@@ -115,8 +124,8 @@ CHANGES = {
 def test_whatever_changes_is_read_again(tmp_path, monkeypatch, case):
     make, name, change = CHANGES[case]
     root = make(tmp_path / "data")
-    if make is coco:
-        coco(root, "val")
+    if make is write_coco:
+        write_coco(root, "val")
     read(root)
     before = (root / name).stat().st_ctime_ns if (root / name).exists() else 0
     change(root / name)
@@ -129,7 +138,7 @@ def test_whatever_changes_is_read_again(tmp_path, monkeypatch, case):
 
 
 def test_without_room_for_the_cache_the_data_are_read(tmp_path, monkeypatch):
-    root = coco(coco(tmp_path / "data"), "val")
+    root = write_coco(write_coco(tmp_path / "data"), "val")
     monkeypatch.setenv(files.CACHE, "/proc/none")
     assert len(read(root)[0]) == 3
     with disk(tmp_path / "small", "4k") as small:
@@ -138,14 +147,14 @@ def test_without_room_for_the_cache_the_data_are_read(tmp_path, monkeypatch):
 
 
 def test_unused_caches_are_removed_after_a_month(tmp_path, cache_folder):
-    root = coco(coco(tmp_path / "data"), "val")
+    root = write_coco(write_coco(tmp_path / "data"), "val")
     cache_folder.mkdir()
     for name in (".a.arrow.tmp", "b.arrow"):
         (cache_folder / name).touch()
         os.utime(cache_folder / name, (0, 0))
     first = read(root)
     (file,) = cache_folder.iterdir()
-    inode = age(file)
+    inode = make_older(file)
     check_same(first[0], read(root)[0])
     assert (file.suffix, file.stat().st_ino) == (
         ".arrow",
@@ -157,7 +166,7 @@ def test_what_can_not_be_trusted_is_read_again(tmp_path, cache_folder, monkeypat
     """A torn file, a flipped bit, a FIFO, other code, another copy of the data; files as young as a
     coarse clock are not cached. An image that is gone is refused.
     """
-    root = coco(coco(tmp_path / "data"), "val")
+    root = write_coco(write_coco(tmp_path / "data"), "val")
     first = read(root)
     (file,) = cache_folder.iterdir()
     whole = file.read_bytes()
@@ -177,7 +186,7 @@ def test_what_can_not_be_trusted_is_read_again(tmp_path, cache_folder, monkeypat
     read(root)
     assert len(list(cache_folder.iterdir())) == 3
     monkeypatch.setattr(file_stats, "_CLOCK_RESOLUTION", 3600.0)
-    read(coco(coco(tmp_path / "young"), "val"))
+    read(write_coco(write_coco(tmp_path / "young"), "val"))
     assert len(list(cache_folder.iterdir())) == 3
     (root / "train/4.jpg").unlink()
     with pytest.raises(Refused, match="1 of 3 annotated images are missing"):

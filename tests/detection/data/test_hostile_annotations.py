@@ -13,7 +13,7 @@ from common.detection.batches import EvalDataset
 from common.detection.data.sources import Spec, load
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
-from tests.harness.annotations import picture
+from tests.harness.annotations import draw_picture
 from tests.harness.odd_files import bounded
 
 LAUGHS = "".join(f'<!ENTITY l{n} "{f"&l{n - 1};" * 10}">' for n in range(1, 10))
@@ -61,14 +61,14 @@ def write(file: Path, content: str | bytes) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_annotations_are_refused(tmp_path: Path, name: str) -> None:
     file, content, message = CASES[name]
-    picture(tmp_path / "data" / IMAGES[file], (8, 8))
+    draw_picture(tmp_path / "data" / IMAGES[file], (8, 8))
     write(tmp_path / "data" / file, content)
     with bounded(), pytest.raises(Refused) as raised:
         load(Spec(str(tmp_path / "data"), seed=0, val_share=0.5))
     assert str(raised.value).isprintable() and re.search(message, str(raised.value))
 
 
-def png(file: Path, width: int, height: int) -> None:
+def write_png(file: Path, width: int, height: int) -> None:
     """The header alone."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     body = (
@@ -80,12 +80,12 @@ def png(file: Path, width: int, height: int) -> None:
 def test_linked_folders_and_images_that_claim_to_be_huge(tmp_path: Path) -> None:
     root = tmp_path / "data"
     for number in range(12):
-        picture(root / f"images/{number}/{number}.png", (8, 8))
+        draw_picture(root / f"images/{number}/{number}.png", (8, 8))
         write(root / f"labels/{number}/{number}.txt", "0 .5 .5 .5 .5")
         for i in range(12):
             (root / f"images/{number}/to {i}").symlink_to(f"../{i}")
-    png(root / "images/0/huge.png", 2**31 - 1, 2**31 - 1)
-    png(root / "images/0/large.png", 100_000, 100_000)
+    write_png(root / "images/0/huge.png", 2**31 - 1, 2**31 - 1)
+    write_png(root / "images/0/large.png", 100_000, 100_000)
     with bounded():
         train, val = load(Spec(str(root), seed=0, val_share=0.5))
         assert len(train) + len(val) == 14

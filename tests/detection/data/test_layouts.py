@@ -11,8 +11,15 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from tests.detection.data.test_sources import read, refusal
-from tests.harness.annotations import annotation, coco, picture, voc, voc_xml, yolo
+from tests.detection.data.test_sources import read, read_refusal
+from tests.harness.annotations import (
+    build_annotation,
+    draw_picture,
+    format_voc_xml,
+    write_coco,
+    write_voc,
+    write_yolo,
+)
 
 BOM = b"\xef\xbb\xbf"
 LINE = "0 .5 .5 .25 .2\n"
@@ -33,7 +40,7 @@ def scenes(
 ) -> None:
     """Images 0.jpg, ... in `folder`, and a label file for each."""
     for number in range(num_images):
-        picture(folder / f"{number}.jpg")
+        draw_picture(folder / f"{number}.jpg")
         write((labels or folder) / f"{number}{suffix}", text)
 
 
@@ -52,7 +59,7 @@ def scenes(
     ],
 )
 def test_names_of_classes_are_read_as_written(tmp_path, names, classes):
-    yolo(tmp_path, content={})
+    write_yolo(tmp_path, content={})
     write(
         tmp_path / "data.yaml",
         f"train: images/train\nval: images/val\ntest:\nnc: 2\nnames: {names}\n",
@@ -74,30 +81,30 @@ def test_names_of_classes_are_read_as_written(tmp_path, names, classes):
     ],
 )
 def test_names_of_another_form_are_refused(tmp_path, names, text):
-    yolo(tmp_path, content={})
+    write_yolo(tmp_path, content={})
     write(tmp_path / "data.yaml", f"train: images/train\nval: images/val\nnames: {names}\n")
-    assert f"{tmp_path}/data.yaml: {text}" in refusal(tmp_path)
+    assert f"{tmp_path}/data.yaml: {text}" in read_refusal(tmp_path)
 
 
 def test_lists_of_names_agree_and_name_each_class_once(tmp_path):
-    yolo(tmp_path, content={})
+    write_yolo(tmp_path, content={})
     write(tmp_path / "classes.txt", "cat\ncat\n")
-    assert "classes.txt: 2 classes are named cat" in refusal(tmp_path)
+    assert "classes.txt: 2 classes are named cat" in read_refusal(tmp_path)
     write(tmp_path / "classes.txt", BOM + b"cat\r\ndog\r\n")
     assert read(tmp_path)[0].classes == ("cat", "dog")
     write(tmp_path / "labels/train/classes.txt", "dog\ncat\n")
-    assert "classes.txt name other classes; make them the same" in refusal(tmp_path)
+    assert "classes.txt name other classes; make them the same" in read_refusal(tmp_path)
 
 
 def test_the_yaml_file_with_names_and_parts_is_read(tmp_path):
-    yolo(tmp_path, content={})
+    write_yolo(tmp_path, content={})
     content = "train: images/train\nval: images/val\nnames: [off, on]\n"
     birds = write(tmp_path / "birds.yaml", content)
     write(tmp_path / "args.yaml", "epochs: 3\n")
     write(tmp_path / "._birds.yaml", b"\x00\x05\x16\x07")
     assert read(tmp_path)[0].classes == read(birds)[0].classes == ("off", "on")
     write(tmp_path / "more.yml", content)
-    assert "birds.yaml, more.yml each describe data; name one of them by --data" in refusal(
+    assert "birds.yaml, more.yml each describe data; name one of them by --data" in read_refusal(
         tmp_path
     )
     assert len(read(birds)[0]) == 3
@@ -108,9 +115,9 @@ def test_the_yaml_file_with_names_and_parts_is_read(tmp_path):
 
 def test_byte_order_marks_are_no_content(tmp_path):
     for root in (
-        yolo(tmp_path / "yolo"),
-        voc(tmp_path / "voc"),
-        coco(coco(tmp_path / "coco"), "val"),
+        write_yolo(tmp_path / "yolo"),
+        write_voc(tmp_path / "voc"),
+        write_coco(write_coco(tmp_path / "coco"), "val"),
     ):
         before = read(root)
         for file in root.rglob("*.*"):
@@ -118,7 +125,7 @@ def test_byte_order_marks_are_no_content(tmp_path):
                 write(file, BOM + file.read_bytes())
         assert [part.fingerprint for part in read(root)] == [part.fingerprint for part in before]
     write(tmp_path / "yolo/labels/train/a.txt", LINE.encode("utf-16"))
-    assert "a.txt: not readable as text: it is in UTF-16; save it in UTF-8" in refusal(
+    assert "a.txt: not readable as text: it is in UTF-16; save it in UTF-8" in read_refusal(
         tmp_path / "yolo"
     )
 
@@ -126,9 +133,9 @@ def test_byte_order_marks_are_no_content(tmp_path):
 def test_files_that_systems_leave_are_no_data(tmp_path):
     junk = b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        "
     for root in (
-        yolo(tmp_path / "yolo", content={}),
-        voc(tmp_path / "voc"),
-        coco(coco(tmp_path / "coco"), "val"),
+        write_yolo(tmp_path / "yolo", content={}),
+        write_voc(tmp_path / "voc"),
+        write_coco(write_coco(tmp_path / "coco"), "val"),
     ):
         before = read(root)
         for file in list(root.rglob("*.*")):
@@ -143,7 +150,7 @@ def test_files_that_systems_leave_are_no_data(tmp_path):
 
 
 def test_unmatched_label_files_and_images_have_rows(tmp_path):
-    yolo(tmp_path, {f"train/{number}": LINE for number in range(6)})
+    write_yolo(tmp_path, {f"train/{number}": LINE for number in range(6)})
     write(tmp_path / "labels/train/gone.txt", LINE)
     write(tmp_path / "images/train/phone.heic", b"")
     write(tmp_path / "labels/train/phone.txt", LINE)
@@ -158,10 +165,10 @@ def test_unmatched_label_files_and_images_have_rows(tmp_path):
 
 
 def test_a_part_that_is_trained_on_is_not_evaluated(tmp_path):
-    yolo(
+    write_yolo(
         tmp_path, content={"train": "images/train", "val": "images/train", "names": ["cat", "dog"]}
     )
-    assert "images/train: 3 of 3 images are in images/train, too, by path or bytes" in refusal(
+    assert "images/train: 3 of 3 images are in images/train, too, by path or bytes" in read_refusal(
         tmp_path
     )
 
@@ -175,15 +182,15 @@ def test_a_part_that_is_trained_on_is_not_evaluated(tmp_path):
     ],
 )
 def test_names_that_do_not_match_are_refused(tmp_path, rename):
-    yolo(tmp_path, {f"train/photo_é {number}": LINE for number in range(5)})
+    write_yolo(tmp_path, {f"train/photo_é {number}": LINE for number in range(5)})
     for file in sorted((tmp_path / "labels/train").glob("photo*")):
         file.rename(file.with_stem(rename(file.stem)))
-    message = refusal(tmp_path)
+    message = read_refusal(tmp_path)
     assert "5 (no image that can be read has their name), first" in message and "%C3%A9" in message
 
 
 def test_a_list_may_name_a_few_images_of_a_folder(tmp_path):
-    yolo(
+    write_yolo(
         tmp_path,
         {f"train/{number}": LINE for number in range(6)},
         {"train": "a.txt", "val": "images/val", "names": ["x", "y"]},
@@ -198,16 +205,18 @@ def test_a_list_may_name_a_few_images_of_a_folder(tmp_path):
 
 
 def test_kinds_of_files_that_are_no_images_are_named(tmp_path):
-    yolo(tmp_path)
+    write_yolo(tmp_path)
     for file in (tmp_path / "images/val").iterdir():
         file.rename(file.with_suffix(".heic"))
-    assert f"no images in val, that is {tmp_path}/images/val, which has .heic" in refusal(tmp_path)
+    assert f"no images in val, that is {tmp_path}/images/val, which has .heic" in read_refusal(
+        tmp_path
+    )
 
 
 def test_labels_in_another_folder_are_named(tmp_path):
-    yolo(tmp_path)
+    write_yolo(tmp_path)
     (tmp_path / "labels/train").rename(tmp_path / "labels/train_labels")
-    message = refusal(tmp_path)
+    message = read_refusal(tmp_path)
     assert (
         f"none of its 3 images has a label file: that of {tmp_path}/images/train/a.jpg is not at"
         in message
@@ -218,7 +227,7 @@ def test_labels_in_another_folder_are_named(tmp_path):
 
 
 def test_voc_lists_may_have_spaces_repeats_and_columns(tmp_path):
-    voc(
+    write_voc(
         tmp_path,
         {"train": "", "val": "c"},
         **{"my dog 1": [("big dog", (1.0, "2.5", 40, 30), "true")]},
@@ -238,10 +247,10 @@ def test_voc_lists_may_have_spaces_repeats_and_columns(tmp_path):
 
 
 def test_voc_images_without_xml_have_a_row(tmp_path):
-    voc(tmp_path)
+    write_voc(tmp_path)
     for file in (tmp_path / "ImageSets/Main").iterdir():
         file.unlink()
-    picture(tmp_path / "JPEGImages/e.jpg")
+    draw_picture(tmp_path / "JPEGImages/e.jpg")
     train, _ = read(tmp_path)
     assert (
         f"{tmp_path} train: 5 images, left out: 1 (no XML file has their name), first e.jpg"
@@ -250,10 +259,10 @@ def test_voc_images_without_xml_have_a_row(tmp_path):
 
 
 def test_a_confidence_is_no_part_of_a_label(tmp_path):
-    yolo(tmp_path, {"train/a": "0 .5 .5 .1 .1 .9"})
-    assert "a.txt:1: 6 numbers; needs 5" in refusal(
+    write_yolo(tmp_path, {"train/a": "0 .5 .5 .1 .1 .9"})
+    assert "a.txt:1: 6 numbers; needs 5" in read_refusal(
         tmp_path
-    ) and "confidence: remove it" in refusal(tmp_path)
+    ) and "confidence: remove it" in read_refusal(tmp_path)
 
 
 # ---- layouts
@@ -262,7 +271,7 @@ def test_a_confidence_is_no_part_of_a_label(tmp_path):
 def make_coco(root: Path, json_name: str, images: str) -> None:
     for part in ("train", "val"):
         names = [{"id": number, "file_name": f"{part}{number}.jpg"} for number in (10, 4, 25)]
-        coco(root, part, change=partial(dict.update, images=names))
+        write_coco(root, part, change=partial(dict.update, images=names))
         write(root / json_name.format(part), (root / f"{part}.json").read_bytes())
         if json_name != "{}.json":
             (root / f"{part}.json").unlink()
@@ -277,7 +286,7 @@ def make_voc(folder: Path, annotations: str, images: str) -> None:
         folder / images,
         folder / annotations,
         suffix=".xml",
-        text=voc_xml([("cat", (11, 10, 20, 15), 0)]),
+        text=format_voc_xml([("cat", (11, 10, 20, 15), 0)]),
     )
 
 
@@ -369,8 +378,8 @@ def test_a_folder_without_parts_is_called_all_images(tmp_path):
 
 
 def test_one_file_of_fiftyone_is_divided(tmp_path):
-    boxes = [annotation(number, [1, 2, 10, 8]) for number in range(8)]
-    coco(tmp_path, "data", ids=range(8), annotations=boxes)
+    boxes = [build_annotation(number, [1, 2, 10, 8]) for number in range(8)]
+    write_coco(tmp_path, "data", ids=range(8), annotations=boxes)
     (tmp_path / "data.json").rename(tmp_path / "labels.json")
     train, val = read(tmp_path)
     assert (len(train), len(val)) == (6, 2)
@@ -391,11 +400,11 @@ def test_other_formats_are_refused_by_name(tmp_path, file, name):
     write(tmp_path / file, "{}")
     if name in ("LabelMe", "Supervisely"):
         write(tmp_path / "meta.json", "{}")
-    message = refusal(tmp_path)
+    message = read_refusal(tmp_path)
     assert f"in the format of {name}" in message and "convert it" in message
 
 
 def test_what_lies_in_an_unknown_folder_is_named(tmp_path):
     write(tmp_path / "b.npy", "")
     write(tmp_path / "a.mat", "")
-    assert "a folder or file (a.mat, b.npy) of a kind that is not known" in refusal(tmp_path)
+    assert "a folder or file (a.mat, b.npy) of a kind that is not known" in read_refusal(tmp_path)

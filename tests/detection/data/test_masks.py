@@ -12,7 +12,7 @@ from common.detection.data import coco_files
 from common.detection.data.masks import decode_masks, encode_masks
 from common.detection.data.sources import Spec, load
 from common.errors import Refused
-from tests.harness.annotations import annotation, coco, picture, yolo
+from tests.harness.annotations import build_annotation, draw_picture, write_coco, write_yolo
 
 WIDTH = 40
 HEIGHT = 30
@@ -23,18 +23,20 @@ def written(root, segmentations, orientation=1, boxes=None):
     """A data set of one image with a box for each segmentation, to train and to evaluate on."""
     boxes = boxes or [[2, 3, 30, 20]] * len(segmentations)
     objects = [
-        annotation(5, box, 1, iscrowd=int(isinstance(shape, dict)))
+        build_annotation(5, box, 1, iscrowd=int(isinstance(shape, dict)))
         | ({} if shape is None else {"segmentation": shape})
         for shape, box in zip(segmentations, boxes, strict=True)
     ]
     for part in ("train", "val"):
-        picture(root / part / "5.jpg", (WIDTH, HEIGHT), orientation=orientation)
+        draw_picture(root / part / "5.jpg", (WIDTH, HEIGHT), orientation=orientation)
         named = [{"id": 1, "name": 'a "counts": "b'}]
-        coco(root, part, (), objects, named, change=lambda content: content.update(images=IMAGES))
+        write_coco(
+            root, part, (), objects, named, change=lambda content: content.update(images=IMAGES)
+        )
     return load(Spec(str(root), seed=0, val_share=0.2, masks=True))[0]
 
 
-def blob(seed=0):
+def draw_blob(seed=0):
     """uint8[HEIGHT, WIDTH] without any symmetry."""
     return (np.random.default_rng(seed).random((HEIGHT, WIDTH)) < 0.3).astype(np.uint8)
 
@@ -55,8 +57,8 @@ def test_outlines_become_the_masks_of_pycocotools(tmp_path, monkeypatch):
     monkeypatch.setattr(
         coco_files, "_read_slowly", lambda *_: pytest.fail("Python's reader: minutes for COCO")
     )
-    packed = pycoco.encode(np.asfortranarray(blob()))
-    listed = {"counts": runs(blob(1)), "size": [HEIGHT, WIDTH]}
+    packed = pycoco.encode(np.asfortranarray(draw_blob()))
+    listed = {"counts": runs(draw_blob(1)), "size": [HEIGHT, WIDTH]}
     source = written(
         tmp_path, [POLYGONS, listed, packed | {"counts": packed["counts"].decode()}, POLYGONS[:1]]
     )
@@ -65,7 +67,11 @@ def test_outlines_become_the_masks_of_pycocotools(tmp_path, monkeypatch):
         assert (
             mask == pycoco.decode(pycoco.merge(pycoco.frPyObjects(polygons, HEIGHT, WIDTH)))
         ).all()
-    assert (masks[1] == blob(1)).all() and (masks[2] == blob()).all() and masks.dtype == np.uint8
+    assert (
+        (masks[1] == draw_blob(1)).all()
+        and (masks[2] == draw_blob()).all()
+        and masks.dtype == np.uint8
+    )
     assert [rle["counts"] for rle in source.build_rles(0)] == [
         rle["counts"] for rle in encode_masks(masks)
     ]
@@ -78,12 +84,12 @@ def test_outlines_become_the_masks_of_pycocotools(tmp_path, monkeypatch):
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_masks_turn_with_their_image(tmp_path, orientation):
     source = written(
-        tmp_path, [{"counts": runs(blob()), "size": [HEIGHT, WIDTH]}, None], orientation
+        tmp_path, [{"counts": runs(draw_blob()), "size": [HEIGHT, WIDTH]}, None], orientation
     )
     drawn = tmp_path / "mask.png"
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
-    Image.fromarray(blob() * 255).save(drawn, exif=exif)
+    Image.fromarray(draw_blob() * 255).save(drawn, exif=exif)
     masks = decode_masks(source.build_rles(0), source.sizes[0])
     assert (masks[0] == np.asarray(open_rgb(drawn))[..., 0] // 255).all()
     left, top, right, bottom = source.boxes[1].astype(int)
@@ -108,13 +114,15 @@ def test_outlines_of_2000_images_take_their_own_bytes(tmp_path):
     """In what each data worker gets, beside the boxes."""
     corners = (1 + np.arange(120) % 27.5).tolist()
     ids = range(2000)
-    objects = [annotation(i, [1, 1, 28, 28], 1, segmentation=[corners]) for i in ids]
+    objects = [build_annotation(i, [1, 1, 28, 28], 1, segmentation=[corners]) for i in ids]
     images = [{"id": i, "file_name": f"{i}.jpg", "width": WIDTH, "height": HEIGHT} for i in ids]
-    first = picture(tmp_path / "val/0.jpg", (WIDTH, HEIGHT))
+    first = draw_picture(tmp_path / "val/0.jpg", (WIDTH, HEIGHT))
     for i in ids[1:]:
         os.link(first, first.with_name(f"{i}.jpg"))
     named = [{"id": 1, "name": "cat"}]
-    coco(tmp_path, "val", (), objects, named, change=lambda content: content.update(images=images))
+    write_coco(
+        tmp_path, "val", (), objects, named, change=lambda content: content.update(images=images)
+    )
     sizes = {}
     for masks in (False, True):
         spec = Spec(str(tmp_path), seed=0, val_share=0.2, is_eval_only=True, masks=masks)
@@ -145,7 +153,7 @@ def test_data_without_outlines_are_refused(tmp_path):
     with pytest.raises(Refused, match="none of its 2 objects has an outline"):
         written(tmp_path, [None, None])
     with pytest.raises(Refused, match=r"boxes without outlines.*give one"):
-        load(Spec(str(yolo(tmp_path / "yolo")), seed=0, val_share=0.2, masks=True))
+        load(Spec(str(write_yolo(tmp_path / "yolo")), seed=0, val_share=0.2, masks=True))
 
 
 def test_outlines_follow_their_boxes_and_make_the_fingerprint(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from common.detection.data.annotated import Annotated
 from common.detection.evaluation.matching import NO_OBJECT, Matches
-from tests.harness.detections import A, B, columns, match_one_image, shift_box
+from tests.harness.detections import A, B, build_columns, match_one_image, shift_box
 
 
 def test_each_kind_of_mistake_is_told_apart() -> None:
@@ -117,7 +117,7 @@ def test_crowd_regions_are_neither_missed_nor_background() -> None:
 
 def test_only_the_best_of_each_class_and_image_are_matched() -> None:
     """As many as COCO counts; another class and another image have as many of their own."""
-    source = Annotated(**columns([[(A, 0)], [(A, 0)]]))
+    source = Annotated(**build_columns([[(A, 0)], [(A, 0)]]))
     limit = source.max_detections
     rows = np.array([(*A, score / 200, 0) for score in range(limit + 5)], np.float32)
     other_class = rows[:3].copy()

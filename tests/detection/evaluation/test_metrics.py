@@ -16,12 +16,12 @@ from common.detection.evaluation.evaluation import Evaluation
 from common.detection.evaluation.matching import IN_CROWD, NO_OBJECT, Matches
 from common.detection.evaluation.metrics import NAMES, Detections
 from common.distributed.collectives import rank
-from tests.harness.annotations import annotation, coco, picture
+from tests.harness.annotations import build_annotation, draw_picture, write_coco
 from tests.harness.detections import (
     CLASSES,
     A,
-    boxes_in_coco,
-    columns,
+    build_columns,
+    convert_boxes_to_coco,
     evaluate_with_pycocotools,
     get_hits,
     make_awkward_objects,
@@ -37,7 +37,8 @@ def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     results = detections.results(source)
     images, rows = detections.to_arrays()
     expected = evaluate_with_pycocotools(
-        metrics.build_coco_annotations(source), boxes_in_coco(source.image_ids, images, rows)
+        metrics.build_coco_annotations(source),
+        convert_boxes_to_coco(source.image_ids, images, rows),
     )
     hits = Matches(source, images, rows).hit_objects
     assert (hits == IN_CROWD).any() and (hits >= 0).any()
@@ -58,7 +59,8 @@ def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     rows[:, 5] = 1  # more than count of a class in an image
     expected = get_hits(
         evaluate_with_pycocotools(
-            metrics.build_coco_annotations(source), boxes_in_coco(source.image_ids, images, rows)
+            metrics.build_coco_annotations(source),
+            convert_boxes_to_coco(source.image_ids, images, rows),
         ),
         len(rows),
     )
@@ -85,7 +87,7 @@ def test_more_than_100_objects_are_counted_as_pycocotools_does() -> None:
         [[10 * x, 10 * y, 10 * x + 7, 10 * y + 7] for x in range(11) for y in range(11)], float
     )
     source = Annotated(
-        **columns(
+        **build_columns(
             [[(box, 0) for box in corners], [(box, 0) for box in corners[:5]]],
             ((120, 120),),
             ("a",),
@@ -111,7 +113,7 @@ def test_more_than_100_objects_are_counted_as_pycocotools_does() -> None:
     detections = Detections()
     detections.update(range(2), detected)
     results = detections.results(source)
-    boxes = boxes_in_coco(source.image_ids, *detections.to_arrays())
+    boxes = convert_boxes_to_coco(source.image_ids, *detections.to_arrays())
     expected = evaluate_with_pycocotools(
         metrics.build_coco_annotations(source), boxes, max_detections=121
     )
@@ -140,7 +142,7 @@ SIDE = 400
 IMAGES = 40
 
 
-def boxes_on_thresholds(random: np.random.Generator) -> tuple[list[list[float]], np.ndarray]:
+def draw_boxes_on_thresholds(random: np.random.Generator) -> tuple[list[list[float]], np.ndarray]:
     """COCO boxes in decimals, and float32[n, 4] corners that overlap them by 0.5, 0.55, ... 0.95."""
     true_boxes = []
     detected_boxes = []
@@ -163,7 +165,7 @@ def boxes_on_thresholds(random: np.random.Generator) -> tuple[list[list[float]],
     return true_boxes, np.array(detected_boxes, np.float32)
 
 
-def outline_of(left: float, top: float, right: float, bottom: float) -> list[float]:
+def build_outline(left: float, top: float, right: float, bottom: float) -> list[float]:
     return [left, top, right, top, right, bottom, left, bottom]
 
 
@@ -181,20 +183,20 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
     annotations = []
     detected = []
     for number in range(1, IMAGES + 1):
-        picture(tmp_path / "val" / f"{number}.png", (SIDE, SIDE))
-        true_boxes, boxes = boxes_on_thresholds(random)
+        draw_picture(tmp_path / "val" / f"{number}.png", (SIDE, SIDE))
+        true_boxes, boxes = draw_boxes_on_thresholds(random)
         for box in true_boxes:
             left, top, width, height = box
-            outline = outline_of(left, top, left + width, top + height)
+            outline = build_outline(left, top, left + width, top + height)
             more = {
                 "id": len(annotations) + 1,
                 "iscrowd": int(random.random() < 0.1),
                 "area": width * height,
             }
-            annotations.append(annotation(number, box, 1, segmentation=[outline], **more))
+            annotations.append(build_annotation(number, box, 1, segmentation=[outline], **more))
         scores = torch.from_numpy(np.sort(random.permutation(len(boxes)) / 16)[::-1].copy()).float()
         masks = [
-            mask.frPyObjects([outline_of(*box)], SIDE, SIDE)[0]
+            mask.frPyObjects([build_outline(*box)], SIDE, SIDE)[0]
             for box in boxes.astype(float).tolist()
         ]
         labels = torch.zeros(len(boxes)).long()
@@ -206,7 +208,7 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
         for n in range(1, IMAGES + 1)
     ]
     named = [{"id": 1, "name": "cat"}]
-    coco(
+    write_coco(
         tmp_path, "val", (), annotations, named, change=lambda content: content.update(images=sizes)
     )
     source = load(Spec(str(tmp_path), seed=0, val_share=0.25, is_eval_only=True, masks=True))[
@@ -216,7 +218,7 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
     detections.update(range(IMAGES), detected)
     results = detections.results(source)
     images, columns = detections.to_arrays()
-    boxes = boxes_in_coco(np.arange(1, IMAGES + 1), images, columns)
+    boxes = convert_boxes_to_coco(np.arange(1, IMAGES + 1), images, columns)
     rles = (rle for of_image in detected for rle in of_image["rles"])
     keys = "image_id", "score", "category_id"
     masks = [
@@ -252,7 +254,7 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
 
 
 def test_no_detection_is_an_empty_list(tmp_path) -> None:
-    evaluation = Evaluation(Annotated(**columns([[(A, 0)]])))
+    evaluation = Evaluation(Annotated(**build_columns([[(A, 0)]])))
     evaluation.detections.update(
         [0], [{"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0)}]
     )

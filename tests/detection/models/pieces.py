@@ -5,7 +5,7 @@ import torch
 CANVAS = (128, 192)  # H, W: multiples of the coarsest stride, where torchvision's strides are exact
 
 
-def scene(count):
+def build_scene(count):
     generator = torch.Generator().manual_seed(count)
     corners = torch.rand(count, 2, generator=generator) * torch.tensor([150.0, 90.0])
     sides = 8 + torch.rand(count, 2, generator=generator) * 100

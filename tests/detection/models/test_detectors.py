@@ -48,7 +48,7 @@ def _made(family):
     return detector
 
 
-def target(position, boxes=(), labels=(), crowd=None):
+def build_target(position, boxes=(), labels=(), crowd=None):
     return {
         "boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
         "masks": (torch.arange(len(labels) * CANVAS[0] * CANVAS[1]) % 3 == 0)
@@ -61,15 +61,15 @@ def target(position, boxes=(), labels=(), crowd=None):
     }
 
 
-def five():
+def build_five():
     """Images and targets: one without boxes, one with a crowd region, one that is only crowd."""
     images = torch.randn(5, 3, *CANVAS, generator=torch.Generator().manual_seed(3))
     targets = [
-        target(40, [[3, 4, 30, 40], [20, 10, 60, 55]], [0, 2]),
-        target(41),
-        target(42, [[10, 10, 24, 22], [40, 5, 88, 58]], [1, 1], [False, True]),
-        target(43, [[30, 20, 80, 50]], [0], [True]),
-        target(44, [[5, 5, 15, 15], [6, 6, 40, 30], [50, 30, 70, 58]], [0, 1, 2]),
+        build_target(40, [[3, 4, 30, 40], [20, 10, 60, 55]], [0, 2]),
+        build_target(41),
+        build_target(42, [[10, 10, 24, 22], [40, 5, 88, 58]], [1, 1], [False, True]),
+        build_target(43, [[30, 20, 80, 50]], [0], [True]),
+        build_target(44, [[5, 5, 15, 15], [6, 6, 40, 30], [50, 30, 70, 58]], [0, 1, 2]),
     ]
     return images, targets
 
@@ -98,7 +98,7 @@ def run(detector, images, targets, split):
 @EVERY
 def test_losses_do_not_depend_on_the_split_of_the_batch(family):
     detector = make(family).double()
-    images, targets = five()
+    images, targets = build_five()
     whole, terms, gradients = run(detector, images.double(), targets, [5])
     assert whole.dtype == torch.float64 and whole.min() > 0
     torch.testing.assert_close(sum(terms.values()), whole, rtol=1e-12, atol=1e-12)
@@ -112,11 +112,11 @@ def test_losses_do_not_depend_on_the_split_of_the_batch(family):
 def test_crowds_and_images_without_boxes_are_learnt_from(family):
     """The latter are all background. An image that is all crowd teaches nothing but boxes within."""
     detector = make(family)
-    images, _ = five()
+    images, _ = build_five()
     everywhere = [0, 0, CANVAS[1], CANVAS[0]]
     within = [20, 10, 60, 55]
-    inside = target(1, [everywhere, within], [1, 0], [True, False])
-    crowds = [target(1, [everywhere], [1], [True]), target(1), inside]
+    inside = build_target(1, [everywhere, within], [1, 0], [True, False])
+    crowds = [build_target(1, [everywhere], [1], [True]), build_target(1), inside]
     losses, terms, gradients = run(detector, images[:3], crowds, [3])
     assert losses[0] == 0 < losses[1] and losses.isfinite().all()
     assert terms["box"][2] > 0 and terms["class"][2] > 0
@@ -128,7 +128,7 @@ def test_half_precision_stays_in_the_network(family):
     """Under bf16 autocast losses and boxes are float32 and close to what they are without."""
     detector = make(family)
     detector.score_threshold = 0.0
-    images, targets = five()
+    images, targets = build_five()
     exact, _ = detector.compute_losses(images, targets, detector.count_divisors(targets, CANVAS))
     with torch.autocast("cpu", torch.bfloat16):
         losses, _ = detector.compute_losses(
@@ -159,7 +159,7 @@ class Singles(TorchDispatchMode):
 def test_double_precision_is_not_used_unless_it_is_asked_for(family):
     """Apple's devices have none. The second time: transformers makes positions once."""
     detector = make(family)
-    images, targets = five()
+    images, targets = build_five()
     for watch in (contextlib.nullcontext(), Singles()):
         with watch:
             run(detector, images[2:3], targets[2:3], [1])
@@ -169,7 +169,7 @@ def test_double_precision_is_not_used_unless_it_is_asked_for(family):
 @EVERY
 def test_detections_are_sorted_and_inside_the_image(family):
     """Boxes of the DETRs are not clipped, as in transformers, and each query gives one."""
-    detector, (images, _) = make(family).eval(), five()
+    detector, (images, _) = make(family).eval(), build_five()
     detector.score_threshold = 0.0
     limit = 100 if family in FAMILIES else detector.model.config.num_queries
     sizes = torch.tensor([[90, 60], [50, 64], [96, 30]])

@@ -21,7 +21,7 @@ from common.detection.models.rf_detr_masks import MaskLosses
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.training import batch_norm
-from tests.detection.models.pieces import CANVAS, scene
+from tests.detection.models.pieces import CANVAS, build_scene
 from tests.harness import small_rf_detr
 from tests.harness.small_rf_detr import SIDE
 
@@ -33,12 +33,12 @@ NAMES = ("one", "two", "three", "four")
 def make(family, dtype=torch.float64, name="test_resnet"):
     """A detector, moved off its initial weights, where many distributions are alike."""
     detector = build_detector(DetectorSpec(family, name, 4, width=64, seed=1))
-    move(detector)
+    move_weights(detector)
     batch_norm.convert_batch_norm(detector, "frozen")
     return detector.to(dtype)
 
 
-def move(detector, boxes=0.2, classes=0.02, rest=0.02):
+def move_weights(detector, boxes=0.2, classes=0.02, rest=0.02):
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in detector.named_parameters():
@@ -50,14 +50,14 @@ def move(detector, boxes=0.2, classes=0.02, rest=0.02):
 def make_rf_detr(family="rf_detr"):
     """A small RF-DETR; its initial boxes all have one size, and all its groups select the same."""
     detector = small_rf_detr.build(4, family)
-    move(detector, 0.2, 0.2, 0.1)
+    move_weights(detector, 0.2, 0.2, 0.1)
     return detector
 
 
-def batch(counts, dtype=torch.float64, canvas=CANVAS):
+def draw_batch(counts, dtype=torch.float64, canvas=CANVAS):
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(len(counts), 3, *canvas, generator=generator).to(dtype)
-    targets = [scene(count) | {"position": 10 + i} for i, count in enumerate(counts)]
+    targets = [build_scene(count) | {"position": 10 + i} for i, count in enumerate(counts)]
     for target in targets:
         target["boxes"] = target["boxes"] * torch.tensor(
             [canvas[1] / CANVAS[1], canvas[0] / CANVAS[0]] * 2
@@ -67,7 +67,7 @@ def batch(counts, dtype=torch.float64, canvas=CANVAS):
     return images, targets
 
 
-def relative(target, dtype, canvas=CANVAS):
+def convert_to_relative(target, dtype, canvas=CANVAS):
     """As transformers wants them."""
     left, top, right, bottom = (
         target["boxes"].to(dtype) / torch.tensor([canvas[1], canvas[0]] * 2)
@@ -76,7 +76,7 @@ def relative(target, dtype, canvas=CANVAS):
     return {"class_labels": target["labels"], "boxes": boxes}
 
 
-def theirs(detector, images, targets):
+def compute_reference(detector, images, targets):
     """The loss that transformers has for the same model: in all, and by the names of ours.
 
     Where the number of pairs across outputs would be the divisor, each image is a batch of its own.
@@ -86,7 +86,7 @@ def theirs(detector, images, targets):
         everything = sum(len(target["labels"]) for target in targets)
         for image, target in zip(images, targets, strict=True):
             share = max(1, len(target["labels"])) / everything
-            for name, value in theirs(detector, image[None], [target])[1].items():
+            for name, value in compute_reference(detector, image[None], [target])[1].items():
                 terms[name] = terms.get(name, 0) + value * (
                     1 / len(images) if name == "ddf" else share
                 )
@@ -95,7 +95,7 @@ def theirs(detector, images, targets):
         copy.deepcopy(detector.config)
     ).train()
     whole.model = detector.model
-    output = whole(images, labels=[relative(target, images.dtype) for target in targets])
+    output = whole(images, labels=[convert_to_relative(target, images.dtype) for target in targets])
     kinds = dict(vfl="class", mal="class", bbox="box", giou="giou", fgl="fgl", ddf="ddf")
     terms = {}
     for name, value in output.loss_dict.items():
@@ -122,7 +122,7 @@ def compare(detector, images, targets, tolerance):
     losses, terms = detector.compute_losses(
         images, targets, detector.count_divisors(targets, CANVAS)
     )
-    loss, expected = theirs(detector, images, targets)
+    loss, expected = compute_reference(detector, images, targets)
     torch.testing.assert_close(losses.sum(), loss, rtol=tolerance, atol=0)
     assert terms.keys() == expected.keys()
     for name, value in expected.items():
@@ -135,7 +135,7 @@ def test_the_losses_of_a_batch_add_up_to_those_of_transformers(family):
     dtype, tolerance = PRECISE[family]
     detector = make(family, dtype)
     detector.config.num_denoising = 0
-    compare(detector, *batch([3, 0, 7, 1], dtype), tolerance)
+    compare(detector, *draw_batch([3, 0, 7, 1], dtype), tolerance)
 
 
 # At 128 transformers interpolates position embeddings in float32.
@@ -150,12 +150,13 @@ def test_the_losses_of_rf_detr_add_up_to_those_of_transformers(side, tolerance):
     )
     whole.load_state_dict(detector.model.state_dict())
     for counts in ([3, 0, 7, 1], [0, 0]):
-        images, targets = batch(counts, canvas=canvas)
+        images, targets = draw_batch(counts, canvas=canvas)
         losses, terms = detector.compute_losses(
             images, targets, detector.count_divisors(targets, canvas)
         )
         output = whole(
-            images, labels=[relative(target, torch.float64, canvas) for target in targets]
+            images,
+            labels=[convert_to_relative(target, torch.float64, canvas) for target in targets],
         )
         torch.testing.assert_close(losses.sum(), output.loss, rtol=tolerance, atol=0)
         for name, (kind, weight) in {
@@ -205,7 +206,7 @@ def test_mask_losses_are_those_of_transformers_at_its_points(monkeypatch):
     whole = transformers.AutoModelForInstanceSegmentation.from_config(copy.deepcopy(config))
     whole = whole.double().train()
     whole.load_state_dict(detector.model.state_dict())
-    images, targets = batch(counts, canvas=canvas)
+    images, targets = draw_batch(counts, canvas=canvas)
     draws = Draws(monkeypatch)
     totals = detector.count_divisors(targets, canvas)
     losses, terms = detector.compute_losses(images, targets, totals)
@@ -220,7 +221,7 @@ def test_mask_losses_are_those_of_transformers_at_its_points(monkeypatch):
     for i, target in enumerate(targets):
         points = draws.in_order(i, num_layers=3)
         monkeypatch.setattr(torch, "rand", lambda *_, points=points, **__: next(points))
-        label = relative(target, torch.float64, canvas) | {"masks": target["masks"]}
+        label = convert_to_relative(target, torch.float64, canvas) | {"masks": target["masks"]}
         output = whole(images[i, None], labels=[label])
         share = max(3 * counts[i], 1) / (3 * sum(counts))
         expected = {}  # without boxes, a loss of transformers is an empty tensor
@@ -254,14 +255,15 @@ def test_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
     """Of images with equally many boxes: transformers' groups depend on the batch."""
     dtype, tolerance = PRECISE[family]
     detector = make(family, dtype)
-    images, targets = batch([5, 5, 5], dtype)
+    images, targets = draw_batch([5, 5, 5], dtype)
     for i, target in enumerate(targets):
         target["boxes"] = target["boxes"] * torch.tensor([0.9, 0.95, 1.0][i])
     module = importlib.import_module(type(detector.model).__module__)
     seen = 0
     original = module.get_contrastive_denoising_training_group
     columns = [
-        [relative(target, dtype)[key] for target in targets] for key in ("boxes", "class_labels")
+        [convert_to_relative(target, dtype)[key] for target in targets]
+        for key in ("boxes", "class_labels")
     ]
     positions = [target["position"] for target in targets]
     noise = queries.build_denoising(
@@ -290,7 +292,7 @@ def test_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
 
 def test_noise_is_a_function_of_image_and_position():
     """A positive keeps most of its box, a negative does not. Both are the same in any batch."""
-    images = [relative(scene(count), torch.float64) for count in (3, 0, 8)]
+    images = [convert_to_relative(build_scene(count), torch.float64) for count in (3, 0, 8)]
     config = SimpleNamespace(
         num_labels=4, num_denoising=24, label_noise_ratio=0.5, box_noise_scale=1.0
     )
@@ -357,7 +359,7 @@ def test_an_export_is_a_folder_of_transformers_and_ours(family, name, tmp_path):
         same.weights_summary
         == f"{len(expected_state)} of {len(expected_state)} tensors of {tmp_path / 'best'}"
     )
-    images, targets = batch([3, 0], torch.float32, (128, 128))
+    images, targets = draw_batch([3, 0], torch.float32, (128, 128))
     first, second = (
         same.compute_losses(images, targets, same.count_divisors(targets, (128, 128)))[0]
         for _ in range(2)
@@ -369,7 +371,7 @@ def test_masks_are_those_that_transformers_draws(tmp_path):
     detector = make_rf_detr("rf_detr_seg").eval()
     detector.export(tmp_path, NAMES, SIDE)
     model = transformers.AutoModelForInstanceSegmentation.from_pretrained(tmp_path).eval()
-    images, _ = batch([0, 0], torch.float32, (SIDE, SIDE))
+    images, _ = draw_batch([0, 0], torch.float32, (SIDE, SIDE))
     with torch.no_grad():
         outputs = model(images)
     draw = transformers.RfDetrImageProcessor().post_process_instance_segmentation

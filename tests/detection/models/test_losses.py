@@ -14,7 +14,7 @@ from common.detection.models.boxes import BoxCoder
 from common.detection.models.detectors import build_detector
 from common.detection.models.rcnn import RPNOutputs
 from common.detection.models.spec import DetectorSpec
-from tests.detection.models.pieces import CANVAS, scene
+from tests.detection.models.pieces import CANVAS, build_scene
 
 EVERYTHING = 20_000  # more than there are anchors and proposals: nothing is left to chance
 NAMES = {
@@ -81,7 +81,7 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
     images = torch.randn(
         len(counts), 3, *CANVAS, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
-    targets = [scene(count) for count in counts]
+    targets = [build_scene(count) for count in counts]
     for target, count in zip(targets, counts, strict=True):
         target["masks"] = (
             torch.rand(count, *CANVAS, generator=torch.Generator().manual_seed(1)).round().byte()
@@ -105,7 +105,7 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
         torch.testing.assert_close(terms[name].sum(), expected, rtol=1e-6, atol=0, msg=name)
 
 
-def target(boxes, crowd):
+def build_target(boxes, crowd):
     return {
         "boxes": torch.tensor(boxes),
         "labels": torch.arange(len(boxes)) + 1,
@@ -115,7 +115,7 @@ def target(boxes, crowd):
 
 def test_a_box_that_no_anchor_touches_claims_none():
     anchors = torch.tensor([[-20.0, 0, 20, 10], [0, 0, 30, 10]])
-    boxes = target([[0.0, 0, 10, 10], [50, 50, 60, 60]], [True, False])
+    boxes = build_target([[0.0, 0, 10, 10], [50, 50, 60, 60]], [True, False])
     matches = match_boxes(anchors, boxes, torch.tensor([64, 64]), 0.5, 0.4, allow_low_quality=True)
     # Of the first, the half inside counts.
     assert not matches.foreground.any() and matches.ignored.tolist() == [True, False]
@@ -153,7 +153,7 @@ def test_rounding_does_not_choose_among_equal_proposals():
 def test_every_size_belongs_to_some_level():
     detector = build_detector(DetectorSpec("fcos", "test_resnet", 4, levels=(3, 5), width=32))
     # 64 from its centre: the boundary of levels 3 and 4.
-    boxes = target([[64.0, 64.0, 192.0, 192.0]], [False])
+    boxes = build_target([[64.0, 64.0, 192.0, 192.0]], [False])
     points = detector._create_points((256, 256), torch.device("cpu"))
     is_centre = points.centres.eq(128).all(1)
     foreground = detector._assign_boxes(points, boxes).foreground
@@ -163,7 +163,7 @@ def test_every_size_belongs_to_some_level():
 def test_boxes_are_decoded_as_by_torchvision() -> None:
     """With weights that differ between shifts and sides, also where the sides are limited."""
     generator = torch.Generator().manual_seed(0)
-    references = scene(6)["boxes"].double()
+    references = build_scene(6)["boxes"].double()
     codes = 20 * torch.randn(6, 8, dtype=torch.float64, generator=generator)
     weights = (10.0, 10.0, 5.0, 5.0)
     actual = BoxCoder(weights).decode_single(codes, references)

@@ -27,7 +27,7 @@ LONG += ("fasterrcnn_resnet50_fpn", "fasterrcnn_resnet50_fpn_v2")
 SKIPPED = {"fcos_resnet50_fpn": 0.2}  # scores up to this are no detections of torchvision's
 
 
-def photographs() -> list[torch.Tensor]:
+def load_photographs() -> list[torch.Tensor]:
     """Crops of two photographs, uint8[3, H, W]: portrait, tiny, and three times as wide as high."""
     china, flower = (
         torch.from_numpy(image.copy()).permute(2, 0, 1) for image in load_sample_images().images
@@ -35,7 +35,7 @@ def photographs() -> list[torch.Tensor]:
     return [flower[:, 100:331, 200:350], china[:, :61, :50], flower[:, 100:230, 50:440]]
 
 
-def random_model(name: str, classes: int = 91, frozen: bool = False) -> torch.nn.Module:
+def build_random_model(name: str, classes: int = 91, frozen: bool = False) -> torch.nn.Module:
     """A model of torchvision whose scores and boxes differ from place to place."""
     torch.manual_seed(0)
     model = get_model_builder(name)(weights=None, weights_backbone=None, num_classes=classes).eval()
@@ -67,7 +67,7 @@ def random_model(name: str, classes: int = 91, frozen: bool = False) -> torch.nn
     return model
 
 
-def begun(source: str | Path, classes: tuple[str, ...], *words: str):
+def start_from(source: str | Path, classes: tuple[str, ...], *words: str):
     """The recipe's configuration, detector and words about it for `--init SOURCE`."""
     argv = ["--init", str(source), "--data", "digits"] + list(words)
     config = parse(RECIPE.Config, argv)
@@ -75,7 +75,7 @@ def begun(source: str | Path, classes: tuple[str, ...], *words: str):
     return config, model, model.weights_summary
 
 
-def both(reference, config, ours, photo: torch.Tensor) -> tuple[dict, dict]:
+def compute_both(reference, config, ours, photo: torch.Tensor) -> tuple[dict, dict]:
     """What torchvision finds in a photograph at scale 1, and what we find."""
     height, width = photo.shape[1:]
     reference.transform.min_size, reference.transform.max_size = (
@@ -101,10 +101,12 @@ EVERY = [
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_file_of_torchvision_is_its_detector(name: str, tmp_path: Path) -> None:
-    reference = random_model(name)
+    reference = build_random_model(name)
     torch.save(reference.state_dict(), tmp_path / "x.pth")
     weights = sources.read_weights(str(tmp_path / "x.pth"))
-    config, ours, message = begun(tmp_path / "x.pth", weights.row_names[weights.has_background :])
+    config, ours, message = start_from(
+        tmp_path / "x.pth", weights.row_names[weights.has_background :]
+    )
     everything = len(ours.state_dict())
     assert (
         message == f"{everything} of {everything} tensors of {tmp_path}/x.pth"
@@ -121,8 +123,8 @@ def test_a_file_of_torchvision_is_its_detector(name: str, tmp_path: Path) -> Non
         ):
             torch.testing.assert_close(actual, expected)
     num_detections = 0
-    for photo in photographs()["rcnn" in name :]:  # second stages take long
-        expected, actual = both(reference, config, ours, photo)
+    for photo in load_photographs()["rcnn" in name :]:  # second stages take long
+        expected, actual = compute_both(reference, config, ours, photo)
         is_certain = actual["scores"] > SKIPPED.get(name, 0)
         boxes, scores, labels = (actual[key][is_certain] for key in ("boxes", "scores", "labels"))
         assert len(boxes) == len(expected["boxes"])
@@ -139,14 +141,14 @@ def test_a_file_of_torchvision_is_its_detector(name: str, tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def fcos() -> torch.nn.Module:
-    return random_model("fcos_resnet50_fpn")
+    return build_random_model("fcos_resnet50_fpn")
 
 
 def test_classes_keep_their_rows_by_name(fcos, tmp_path: Path) -> None:
     torch.save(fcos.state_dict(), tmp_path / "x.pth")
     names = ("mug", "Traffic_Light", "gnu", "pedestrian")
     argv = ["--init_classes", "mug=cup,pedestrian=person"]
-    _, ours, message = begun(tmp_path / "x.pth", names, *argv)
+    _, ours, message = start_from(tmp_path / "x.pth", names, *argv)
     assert message.endswith(
         ", head new for 1 of 4 classes (gnu), kept for mug, Traffic_Light, pedestrian"
     )
@@ -158,7 +160,7 @@ def test_classes_keep_their_rows_by_name(fcos, tmp_path: Path) -> None:
             and head.bias[row] == trained.bias[number]
         )
     with pytest.raises(Refused, match="must be OWN=THEIRS"):
-        begun(tmp_path / "x.pth", names, "--init_classes", "mug")
+        start_from(tmp_path / "x.pth", names, "--init_classes", "mug")
 
 
 def test_checkpoints_of_training_programs_are_read(fcos, tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_checkpoints_of_training_programs_are_read(fcos, tmp_path: Path) -> None
 
 def test_published_batch_norm_has_no_epsilon(tmp_path: Path) -> None:
     """A published file has none, as its name or the user says; for other files a note says so."""
-    reference = random_model("retinanet_resnet50_fpn", frozen=True)
+    reference = build_random_model("retinanet_resnet50_fpn", frozen=True)
     with torch.no_grad():
         for module in reference.modules():
             if isinstance(module, FrozenBatchNorm2d):
@@ -203,9 +205,9 @@ def test_published_batch_norm_has_no_epsilon(tmp_path: Path) -> None:
     file = tmp_path / "x.pth"
     torch.save(reference.state_dict(), file)
     names = sources.read_weights("torchvision:retinanet_resnet50_fpn", load_tensors=False).row_names
-    config, unsure, message = begun(file, names)
+    config, unsure, message = start_from(file, names)
     assert message.endswith("name them torchvision:retinanet_resnet50_fpn=FILE")
-    _, marked, message = begun(f"torchvision:retinanet_resnet50_fpn={file}", names)
+    _, marked, message = start_from(f"torchvision:retinanet_resnet50_fpn={file}", names)
     assert "epsilon" not in message
     published = file.rename(tmp_path / "retinanet_resnet50_fpn_coco-eeacb38b.pth")
     file.symlink_to(published)
@@ -215,9 +217,9 @@ def test_published_batch_norm_has_no_epsilon(tmp_path: Path) -> None:
         "epsilon" not in "".join(weights.notes) and weights.tensors.keys() == named.tensors.keys()
     )
     assert all(torch.equal(weights.tensors[name], tensor) for name, tensor in named.tensors.items())
-    photo = photographs()[1]
+    photo = load_photographs()[1]
     for ours, same in ((marked, True), (unsure, False)):
-        expected, actual = both(reference, config, ours, photo)
+        expected, actual = compute_both(reference, config, ours, photo)
         near = len(actual["boxes"]) == len(expected["boxes"]) > 10
         assert same == (
             near and torch.allclose(actual["scores"], expected["scores"], rtol=0, atol=1e-5)
@@ -249,7 +251,7 @@ def test_what_is_no_detector_of_torchvision_is_refused(fcos, tmp_path: Path, mon
         with pytest.raises(
             Refused, match=says or "--width 256 there, 128 here; leave these flags out"
         ):
-            begun(file, ("mug",), "--width", "128")
+            start_from(file, ("mug",), "--width", "128")
     file.write_bytes(file.read_bytes()[:100_000])
     (tmp_path / "garbage.pth").write_bytes(b"abc")
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
