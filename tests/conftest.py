@@ -205,10 +205,10 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
         commands = []
         folders = []
         for name, args in cases.items():
-            if not as_typed:
-                has_recipe = args and str(args[0]).endswith(".py")
-                args = small(args, args[0] if has_recipe else recipe)
             args = list(map(str, args))
+            if not as_typed:
+                has_recipe = "".join(args[:1]).endswith(".py")
+                args = list(map(str, small(args, args[0] if has_recipe else recipe)))
             defaults = {
                 "--name": name,
                 "--output_dir": scratch / "runs",
@@ -224,7 +224,9 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
         file = scratch / "CASES.json"
         file.write_text(json.dumps(commands))
         main = functools.partial(several.main, Path(recipe), file, pictures)
-        environment = {CACHE: None} | dict(env or {})
+        environment = {CACHE: None}
+        if env:
+            environment |= env
         done = (run_main or forks.run_main)(processes, main, environment, timeout=timeout)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         outcomes = json.loads((scratch / "OUTCOMES.json").read_text())

@@ -31,7 +31,7 @@ from tests.harness.outcomes import Outcome, assert_same_training, read
 from tests.harness.resumed import assert_same_run
 from tests.recipes.test_layout import FSDP
 
-STEPS = 16
+STEPS = 12
 WORDS = (
     f"--workers 1 --tracker none --max_steps {STEPS} --log_every 1 --eval_every 5 "
     "--keep_checkpoints 1 --ema_decay 0.9 --clip 1.0"
@@ -52,7 +52,7 @@ WORDS_OF = {
     ).split(),
 }
 # File operations of a start that a kill is drawn from: about as many as an undisturbed run has.
-OPERATIONS = 90
+OPERATIONS = 70
 GONE_S = 30.0  # the ranks that were not killed end within this time
 GONE_WITH_S = 5.0  # data workers end within this time after their process; it takes them some 0.1 s
 # Left by kills in the folder for temporary files, see docs/faults.md.

@@ -100,7 +100,7 @@ CASES = {
         "3x16, 2x12 shards, 2x22 from 2x12 shards, 1x44 from 2x12 shards, 3x16 shards from 1x44, "
         "3x16 shards from 2x12 shards",
         "1x12, 2x22, 2x8, 3x16 shards, 2x12 zero2, 4x6 hybrid, 5x5 shards",
-        steps=30,
+        steps=18,
     ),
     "resnet-group": Case(f"{GROUP} {VARIED}", "2x8, 2x12 shards", "1x12, 2x22, 3x16, 3x16 shards"),
     "resnet-global": Case(
