@@ -36,8 +36,8 @@ def choose_checkpoint(
     checkpoint, has another of its name, or has a newer one.
     """
     host = socket.gethostname()
-    names = [path.name for path in checkpoints.list_paths()]
-    newest_by_rank = gather_objects((host, names[0] if names else ""))
+    steps = [get_step(path) for path in checkpoints.list_paths()]
+    newest_by_rank = gather_objects((host, max(steps, default=0)))
     main_host = newest_by_rank[0][0]
     checkpoint = None
     with all_or_none("choosing a checkpoint"):
@@ -66,20 +66,21 @@ def choose_checkpoint(
 
 
 def _check_newest_on_main(
-    checkpoints: Checkpoints, newest_by_rank: Sequence[tuple[str, str]]
+    checkpoints: Checkpoints, newest_by_rank: Sequence[tuple[str, int]]
 ) -> None:
     """Raise `Refused` if a machine has a newer checkpoint than the main process's.
 
-    `newest_by_rank` has the host and the name of its newest checkpoint, "" if it has none.
+    `newest_by_rank` has the host and the step of its newest checkpoint, 0 if it has none.
     """
     main_host, main_newest = newest_by_rank[0]
     newer_by_host = {host: newest for host, newest in newest_by_rank if newest > main_newest}
     if newer_by_host:
-        newer = ", ".join(f"{host} has {newest}" for host, newest in newer_by_host.items())
+        newer = ", ".join(f"{host} has step {step}" for host, step in newer_by_host.items())
+        newest_on_main = f"step {main_newest}" if main_newest else "none"
         raise Refused(
-            f"{checkpoints.folder}: {newer}, but {main_host}, which writes, has "
-            f"{main_newest or 'none'}: name an --output_dir that all machines see, start with the "
-            f"address of one that has it, or copy it to {main_host}"
+            f"{checkpoints.folder}: {newer}, but {main_host}, which writes, has {newest_on_main}: "
+            "name an --output_dir that all machines see, start with the address of one that has "
+            f"it, or copy it to {main_host}"
         )
 
 

@@ -139,7 +139,8 @@ class Ending:
     def agree(self, step: int, progress: Progress) -> None:
         """Make `step` the last if `stop` was called on some rank. A collective."""
         if step < self.last:
-            self._agreed_reason = self._agreed_reason or find_first_text(self.stop_reason)
+            if not self._agreed_reason:
+                self._agreed_reason = find_first_text(self.stop_reason)
             self.end_if_agreed(step, progress)
 
     def end_if_agreed(self, step: int, progress: Progress) -> None:

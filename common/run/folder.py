@@ -49,7 +49,9 @@ class RunFolder:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             self._lock.seek(0)
-            holder = self._lock.read().decode().strip() or "another process"
+            holder = self._lock.read().decode().strip()
+            if not holder:
+                holder = "another process"
             raise Refused(
                 f"{self.path} is in use by {holder}: wait for it, stop it, or give this run "
                 "another --name"

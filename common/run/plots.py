@@ -51,7 +51,7 @@ def curves(folder: Path, path: Path | None = None) -> None:
 
     rows = read_rows(folder / "metrics.jsonl")
     summary = read_json(folder / "summary.json")
-    leading = str(summary.get("leading") or _find_first_share(rows) or "eval/evaluation")
+    leading = _find_leading(rows, summary)
     metric = metric_of(leading)
     figure = new_figure(7.5, 7.5)
     loss, quality, rate = figure.subplots(3, sharex=True, height_ratios=(3, 3, 1.4))
@@ -73,7 +73,9 @@ def curves(folder: Path, path: Path | None = None) -> None:
     rate.set_xlabel("step")
     rate.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.align_ylabels()
-    save(figure, path or folder / "pictures" / "curves.png")
+    if path is None:
+        path = folder / "pictures" / "curves.png"
+    save(figure, path)
 
 
 class _Best(NamedTuple):
@@ -84,16 +86,15 @@ class _Best(NamedTuple):
     text: str
 
 
-def _find_first_share(rows: list[dict]) -> str:
-    """Find the first result of an evaluation that is a share; "" if there is none.
-
-    It leads where no summary says what does.
-    """
+def _find_leading(rows: list[dict], summary: dict) -> str:
+    """The result that leads: as the summary says, or else the first that is a share."""
+    if summary.get("leading"):
+        return str(summary["leading"])
     for row in rows:
         for key in row:
             if key.startswith("eval/") and is_share(key):
                 return key
-    return ""
+    return "eval/evaluation"
 
 
 def _find_best(rows: list[dict], summary: dict, leading: str) -> _Best | None:

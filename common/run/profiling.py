@@ -51,8 +51,9 @@ class Profile:
 
     def after(self, step: int, ends: bool = False) -> None:
         """Must be called after each step, and with `ends` after the loop."""
-        is_over = step == self._last or ends
-        if not self._profiler or not is_over:
+        if self._profiler is None:
+            return
+        if step != self._last and not ends:
             return
         watchdog.note("writing the profile")
         self._profiler.stop()

@@ -137,7 +137,8 @@ class Progress:
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0  # since the last row
         self._named = set(self.broken_names)
         # Of a version that did not keep it.
-        self.improved_step = self.improved_step or self.best.get("step", 0)
+        if not self.improved_step:
+            self.improved_step = self.best.get("step", 0)
 
     def record_step(self, report: StepReport, seconds: float) -> None:
         """Count a step that took `seconds`."""

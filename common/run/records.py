@@ -135,7 +135,8 @@ class Records:
         self.progress.record_step(report, seconds)
         self.progress.count_broken(report.step, report.broken, self._config, self.log.say)
         if self._config.dry_run:
-            self._first_loss = self._first_loss or max(1.0, report.loss)
+            if not self._first_loss:
+                self._first_loss = max(1.0, report.loss)
             if report.loss > EXPLODED * self._first_loss:  # it would not be finite some steps later
                 rose = f"the loss rose to {report.loss:.3g}, more than {EXPLODED:,} times the first"
                 raise Refused(f"step {report.step}: {rose}; {MENDED_BY}")
@@ -182,7 +183,7 @@ class Records:
             began = time.perf_counter()
             if plots.attempt(path, self.log.say, function, *arguments):
                 # The first batch is step 1's.
-                self.log.pictures(self.progress.step or 1, {name: path})
+                self.log.pictures(max(1, self.progress.step), {name: path})
             if self.progress.step:  # before that, data workers are starting
                 self._drawing += time.perf_counter() - began
 

@@ -105,12 +105,16 @@ def _build_head(run: PastRun) -> Section:
         if value is not None:
             title = f"{which} {display_name(run.leading)}, step {run.step_of(which):,}"
             facts.append((title, format_result(value, is_share(run.leading))))
-    totals = {key: finite(value) for key, value in run.summary.items()}
+    totals = {}
+    for key, value in run.summary.items():
+        total = finite(value)
+        if total is not None:
+            totals[key] = total
     step = totals.get("step")
     if step:
-        epochs = totals.get("epoch") or 0
+        epochs = totals.get("epoch", 0)
         seconds = format_duration(totals.get("train_seconds"))
-        pace = totals.get("images_per_second") or 0
+        pace = totals.get("images_per_second", 0)
         length = f"{step:,.0f} steps, {epochs:.1f} epochs, {seconds}, {pace:,.0f} images/s"
         facts.append(("training", length))
     for key in ("broken_files", "broken_draws", "skipped_steps"):
@@ -130,7 +134,9 @@ def _build_curves(run: PastRun) -> Section:
 
 def _is_older(path: Path, source: Path) -> bool:
     """True if the file at `path` was written before `source`."""
-    return source.exists() and path.stat().st_mtime < source.stat().st_mtime
+    if not source.exists():
+        return False
+    return path.stat().st_mtime < source.stat().st_mtime
 
 
 def _build_results(run: PastRun) -> Section:

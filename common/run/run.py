@@ -93,7 +93,7 @@ class Run:
         `config` has the fields of `RunConfig` and `OptimizationConfig`, and of the recipe's data and model.
         """
         self.config = config
-        self._observer = observer or Observer()
+        self._observer = Observer() if observer is None else observer
         self.accelerator = launch.start(config)
         self.device = self.accelerator.device
         self.step = 0
@@ -107,10 +107,10 @@ class Run:
                 f"--dtype float64 would be computed in {self.accelerator.mixed_precision}, as the "
                 "launch says: launch with --mixed_precision no, or leave out --dtype"
             )
-        name = (
-            config.name
-            or f"{recipe_source.get_recipe_name(config)}-{compute_short_hash(get_identity(config))}"
-        )
+        name = config.name
+        if not name:
+            identity_hash = compute_short_hash(get_identity(config))
+            name = f"{recipe_source.get_recipe_name(config)}-{identity_hash}"
         if Path(name).name != name or name == "..":
             raise Refused(
                 f"--name {name}: must be a folder name without slashes; where it lies is "
@@ -118,11 +118,12 @@ class Run:
             )
         # Refused before data are read.
         BatchPlan(config.global_batch_size, world_size(), config.max_micro_batch_size)
-        self._scratch = (
-            broadcast_object(tempfile.mkdtemp() if is_main() else None) if config.dry_run else None
-        )
+        output_dir = config.output_dir
+        if config.dry_run:
+            output_dir = broadcast_object(tempfile.mkdtemp() if is_main() else None)
+        self._scratch = output_dir if config.dry_run else None
         # Sets path, say, _folder, _records, _saving and _shutdown.
-        self._open(Path(self._scratch or config.output_dir) / name)
+        self._open(Path(output_dir) / name)
         self._ending = Ending(self._leave_alone)
         self._started = False  # `prepare` is done
         # The state is that of `step`, with its evaluation: no update has begun.
@@ -269,9 +270,9 @@ class Run:
         network, wrapped = self._wrap(model, optimizers)
         warm_up(network, model, partial(self._training.run_trial, network, self.plan))
         self._stream = train_set.stream
-        self.total_steps = getattr(schedule, "total_steps", 0) or optimization.count_steps(
-            self.config, self._stream
-        )
+        self.total_steps = getattr(schedule, "total_steps", 0)
+        if not self.total_steps:
+            self.total_steps = optimization.count_steps(self.config, self._stream)
         rates = optimization.describe_optimization(
             self.config, model, schedule, optimizers, self.total_steps
         )
@@ -284,12 +285,17 @@ class Run:
         self._profile = Profile(
             self.config.profile, self.step, self.total_steps, self.path, self.say
         )
-        self._step_reports = StepReports(self.config.global_batch_size, state.scaler)
-        self._lap = Lap(self.device)  # of the present step
-        self._update_size = UpdateSize(model, optimizers)
         facts = get_sizes(model, train_set, val, self.plan)
         facts |= {"fingerprint": run_identity["data"], "optimization": rates}
         self._open_records(facts, {"train": train, "val": val})
+        self._step_reports = StepReports(self.config.global_batch_size, state.scaler)
+        self._update_size = UpdateSize(model, optimizers)
+        self._start_loop(network, wrapped, val_set)
+        return network, wrapped[0] if isinstance(optimizer, torch.optim.Optimizer) else wrapped
+
+    def _start_loop(self, network: torch.nn.Module, wrapped: list[Any], val_set: Any) -> None:
+        """Start the data workers, and draw the first batch."""
+        self._lap = Lap(self.device)  # of the present step
         self._ending.forbid_leaving()
         self._started = True
         self._is_whole = True
@@ -302,9 +308,8 @@ class Run:
         self._loader = create_eval_loader(
             val_set, self.plan.max_micro_batch_size, self.config.workers
         )
-        model.train()
-        self._draw_first_batch(model)
-        return network, wrapped[0] if isinstance(optimizer, torch.optim.Optimizer) else wrapped
+        self.model.train()
+        self._draw_first_batch(self.model)
 
     def _check_trainable(
         self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
@@ -353,7 +358,8 @@ class Run:
         if self._folder:
             # More was too much in an earlier start.
             earlier_limit = micro_batch.load_limit(self.path, self.device)
-            limit = min(limit, earlier_limit or limit)
+            if earlier_limit is not None:
+                limit = min(limit, earlier_limit)
         return BatchPlan(
             self.config.global_batch_size,
             world_size(),
@@ -444,7 +450,7 @@ class Run:
         records = self._records
         records.begin(self._stream, self.total_steps)
         watchdog.note("choosing and loading a checkpoint")
-        last = self._saving.resume(
+        self._ending.last = self._saving.resume(
             state,
             schedule,
             total_steps=self.total_steps,
@@ -453,7 +459,6 @@ class Run:
             recipe=recipe_source.read_source(self.config),
             export=export,
         )
-        self._ending.last = last or self.total_steps
         records.share()
         self.step = records.progress.step
         self.best_step = records.progress.improved_step
@@ -604,10 +609,9 @@ class Run:
 
     def should_evaluate(self) -> bool:
         """True if an evaluation is due: by the cadence, at the end, or for one that a signal ended."""
-        return (
-            self._is_due(self.config.eval_every, self.step)
-            or self._records.progress.owes_evaluation
-        )
+        if self._records.progress.owes_evaluation:
+            return True
+        return self._is_due(self.config.eval_every, self.step)
 
     def evaluate(
         self,
@@ -721,7 +725,9 @@ class Run:
         """
         if self._evaluation is not None:
             self._ending.agree(self.step, self._records.progress)
-        return self._is_due(self.config.checkpoint_every, self.step) or self._ending.is_stopping
+        if self._ending.is_stopping:
+            return True
+        return self._is_due(self.config.checkpoint_every, self.step)
 
     def save(self) -> None:
         """Make a checkpoint.
@@ -761,13 +767,11 @@ class Run:
 
     def _must_stop(self) -> bool:
         """True if this rank was asked to stop, or can't write the run any more."""
-        is_lost = self._folder is not None and self._folder.lost
-        return (
-            bool(self._ending.requested_by)
-            or is_lost
-            or self._records.log.failed
-            or self._saving.writer.failed
-        )
+        if self._ending.requested_by:
+            return True
+        if self._folder is not None and self._folder.lost:
+            return True
+        return self._records.log.failed or self._saving.writer.failed
 
     def _is_due(self, interval: int, step: int) -> bool:
         """True if something is due after `step` that happens every `interval` steps; 0: after each epoch."""
@@ -777,7 +781,9 @@ class Run:
 
     def _is_logged(self, step: int) -> bool:
         """True if a row of `step` is due."""
-        return step % self.config.log_every == 0 or self._is_due(self.config.eval_every, step)
+        if step % self.config.log_every == 0:
+            return True
+        return self._is_due(self.config.eval_every, step)
 
     def _draw_evaluation(self) -> None:
         """Draw the pictures of this step's evaluation, if it has any and they are not drawn."""

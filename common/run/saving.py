@@ -51,10 +51,10 @@ class Saving:
         identity: dict[str, Any],
         recipe: Source,
         export: Callable[..., None],
-    ) -> int | None:
+    ) -> int:
         """Load the checkpoint to resume from, if there is one.
 
-        Returns the step after which the run then ends, or None without a checkpoint.
+        Returns the step after which the run then ends; without a checkpoint it is `total_steps`.
 
         `identity` and `recipe`, the run's own source, decide which checkpoints fit. `export(model,
         results=..., folder=...)` writes a folder of the model that is evaluated, which becomes
@@ -78,7 +78,7 @@ class Saving:
             self.config.allow_changed_source,
         )
         if not checkpoint:
-            return None
+            return total_steps
         status = {"status": "", "step": 0, "cause": ""} | read_json(self._path / "status.json")
         status = broadcast_object(status)
         with records.writing(f"loading {checkpoint.path}"):
@@ -105,9 +105,10 @@ class Saving:
         total_steps = self._total_steps
         has_changed = bool(diff_sources(checkpoint.record["source"], self._recipe))
         is_own = checkpoint.path.parent.resolve() == (self._path / "checkpoints").resolve()
+        has_finished = is_own and status["status"] == "finished" and status["step"] == step
         # Ended when its checkpoint was there.
-        if is_own and status["status"] == "finished" and status["step"] == step:
-            progress.ended_by = progress.ended_by or str(status["cause"])
+        if has_finished and not progress.ended_by:
+            progress.ended_by = str(status["cause"])
         if is_own and not has_changed and self._stays_ended(checkpoint):
             flag = progress.ended_by_flag
             larger = f"--{flag}" if flag else "--epochs or --max_steps"

@@ -78,10 +78,12 @@ class Shutdown:
             return "finished", progress.ended_by
         cause = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            if requested_by:
+                cause = requested_by
             if not is_main():  # so that the main process knows, see `is_left`
                 with contextlib.suppress(OSError):
-                    write_status(self._path, "resumable", progress.step, requested_by or cause)
-            return "resumable", requested_by or cause
+                    write_status(self._path, "resumable", progress.step, cause)
+            return "resumable", cause
         if is_lost_peer(error):
             cause = "the loss of another process"
             # The main one may be lost.
@@ -189,7 +191,9 @@ class Shutdown:
             rows["report"] = str(page)
         if dashboard:
             rows[config.tracker] = dashboard
-        flag = progress.ended_by_flag or ("max_steps" if config.max_steps else "epochs")
+        flag = progress.ended_by_flag
+        if not flag:
+            flag = "max_steps" if config.max_steps else "epochs"
         rows["longer"] = (
             f"the same command with --{flag} {2 * getattr(config, flag):g} continues this run"
         )

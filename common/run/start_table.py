@@ -92,7 +92,9 @@ def _describe_length(config: Any, train_set: TrainDataset, total_steps: int) -> 
     dry_run = ""
     if config.dry_run:
         dry_run = f"; the dry run makes {total_steps} of them"
-        total_steps = config.max_steps or stream.count_steps(config.epochs)
+        total_steps = config.max_steps
+        if not total_steps:
+            total_steps = stream.count_steps(config.epochs)
     text = f"{total_steps:,} steps, {stream.count_epochs(total_steps):.1f} epochs"
     if stream.extends_epochs:
         text += (

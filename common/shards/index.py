@@ -25,7 +25,7 @@ from common.data.notes import Notes
 from common.data.source import hash_source
 from common.distributed.collectives import all_or_none, gather_objects, is_local_main, node_rank
 from common.durable import remove, replace_folder, sync_folder
-from common.errors import Refused
+from common.errors import Refused, get_os_reason
 from common.files import CACHE, SMALL, get_cache_folder, open_regular, read_text
 from common.shards.entries import ENTRIES, ENTRY, HEADER, LEFT_OUT, ShardList, read_shards
 from common.shards.parquet import row_groups_of
@@ -119,7 +119,7 @@ def _write_draft(
             return draft
         except OSError as error:
             stack.close()  # leaves nothing half-written
-            reason = error.strerror or "no space left"
+            reason = get_os_reason(error)
     advice = f"make room there, or name another folder with TMPDIR or {CACHE}"
     raise Refused(
         f"the index of shards can't be written to {tempfile.gettempdir()}: {reason}; {advice}"

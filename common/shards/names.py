@@ -198,20 +198,21 @@ def list_hub_shards(data: str) -> dict[str, list[str]]:
             "leave it out"
         )
     try:
-        data_files = (
-            datasets.load_dataset_builder(name["name"], name["config"]).config.data_files or {}
-        )
+        builder = datasets.load_dataset_builder(name["name"], name["config"])
     except Exception as error:  # the client's HTTP library raises errors of its own
         reason = describe_error(error)
         raise Refused(f"--data {data}: can't be found on the Hugging Face Hub: {reason}") from error
     names_by_split = {}
     suffixes: set[str] = set()
+    data_files = builder.config.data_files
+    if data_files is None:
+        data_files = {}
     for split, files in data_files.items():
         names = sorted(map(str, files))
         names_by_split[str(split)] = names
         suffixes.update(Path(file).suffix or file for file in names)
     if len(suffixes) != 1 or not suffixes <= set(_SUFFIXES):
-        kinds = format_names(sorted(suffixes)) or "no files"
+        kinds = format_names(sorted(suffixes)) if suffixes else "no files"
         raise Refused(
             f"--streaming: --data {data} has {kinds}, not Parquet or tars; leave it out to "
             "download them"

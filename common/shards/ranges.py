@@ -207,8 +207,10 @@ def _ask_by_http(name: str, start: int, stop: int, tag: str | None) -> Answer:
         # Texts of errors that follow the first may hold the URL.
         while inner := cause.__cause__ or cause.__context__:
             cause = inner
-        reason = cause.strerror if isinstance(cause, OSError) else None
-        raise Fault(reason or type(cause).__name__) from None
+        reason = type(cause).__name__
+        if isinstance(cause, OSError) and cause.strerror:
+            reason = cause.strerror
+        raise Fault(reason) from None
     if len(data) < stop - start:
         raise Fault("the answer ended early")
     return data, size, new_tag

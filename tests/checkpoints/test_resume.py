@@ -115,8 +115,8 @@ def test_machines_resume_only_from_a_checkpoint_that_all_have(processes, tmp_pat
     )
     assert all(text.startswith(lacking) for text in choose(first, second))
     ahead = (
-        f"checkpoints: {host} has step_00000001, but {host}, which writes, has none: name an "
-        "--output_dir that all"
+        f"checkpoints: {host} has step 1, but {host}, which writes, has none: name an --output_dir "
+        "that all"
     )
     assert all(text.startswith(ahead) for text in choose(second, first))
     shutil.copytree(first, second, dirs_exist_ok=True)
@@ -125,6 +125,10 @@ def test_machines_resume_only_from_a_checkpoint_that_all_have(processes, tmp_pat
     assert all(text.startswith(lacking) for text in choose(first, second)), (
         "another one of that name"
     )
+    save(first, 99_999_999)
+    save(second, 100_000_000)  # a name with one digit more
+    ahead = f"checkpoints: {host} has step 100000000, but {host}, which writes, has step 99999999:"
+    assert all(text.startswith(ahead) for text in choose(first, second))
     for folder in (first, second):
         shutil.rmtree(folder / "checkpoints")
     assert choose(first, second) == ["none"] * 2

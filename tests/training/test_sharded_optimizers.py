@@ -1,12 +1,16 @@
 """The optimizers that a sharded run takes make the step of whole weights; all others are refused."""
 
+import copy
+import itertools
 import math
 
 import pytest
 import timm.optim
 import torch
 import torch.distributed as dist
+from timm.utils.agc import adaptive_clip_grad
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 from common.distributed import sharding
 from common.errors import Refused
@@ -96,3 +100,32 @@ def check_refusal() -> None:
 
 def test_another_optimizer_is_refused_with_those_that_work(processes) -> None:
     processes.run(check_refusal, ranks=2)
+
+
+def clip_units() -> float:
+    """The largest difference between gradients that were clipped in shards and whole ones."""
+    sharding.configure(sharding.Sharding(), torch.device("cpu"))
+    whole = vit(2)
+    with torch.no_grad():
+        for scale, parameter in zip(itertools.cycle([1, 1e-3, 0]), whole.parameters()):
+            parameter *= scale  # below the norm that a weight counts at least: 1e-3
+    model = copy.deepcopy(whole)
+    sharding.shard_model(model, torch.float64)
+    for network in (whole, model):
+        network(torch.ones(2, 3, 8, 8, dtype=torch.float64)).square().sum().backward()
+    generator = torch.Generator().manual_seed(0)
+    for actual, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        expected.grad = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+        local_gradient = distribute_tensor(expected.grad, actual.device_mesh, actual.placements)
+        actual.grad.copy_(local_gradient)
+    clip_gradients(list(model.parameters()), 0.01, "agc")
+    adaptive_clip_grad(list(whole.parameters()), 0.01)
+    differences = []
+    for actual, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        gradient = sharding.get_full_tensor(actual.grad)
+        differences.append(((gradient - expected.grad).abs() / expected.grad.norm()).max().item())
+    return max(differences)
+
+
+def test_units_of_small_weights_are_clipped_alike_in_shards(processes) -> None:
+    assert max(processes.run(clip_units, ranks=2)) <= 1e-12

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from common.errors import Refused, make_printable
 from common.launching import launch
@@ -148,36 +149,13 @@ def write_rows(
 
     Only the main process has an `output`.
     """
-    import numpy as np
     import torch
     from tqdm import tqdm
 
-    from common.detection.data.annotated import build_empty_columns
     from common.distributed import broadcast_object, gather_to_main
-    from tools.predict import images
-    from tools.predict.mask_rows import MaskRowBuilder
-    from tools.predict.rows import RowBuilder
 
-    files = shards or images.build_file_list(plan.pop("files"))
-    is_multi_label = plan["multi_label"]
-    source: images.Images | images.Scenes | images.Unmasked
-    if trained.is_detector:
-        annotations = build_empty_columns(trained.classes, np.array(plan.pop("sizes")))
-        source = images.Scenes(**annotations, files=files)
-    elif trained.is_segmenter:
-        source = images.Unmasked(trained.classes, files, sizes=np.array(plan.pop("sizes")))
-    else:
-        source = images.build_images(files, trained.classes, is_multi_label)
-    top = args.top
-    if top is None:
-        top = 1 if trained.task == "classification" and not is_multi_label else 0
-    builder: MaskRowBuilder | RowBuilder
-    if trained.is_segmenter:
-        builder = MaskRowBuilder(source, top, masks=args.masks, overlays=args.draw)
-        args.draw = None  # drawn with the rows, which do not hold the pixels
-    else:
-        thresholds = np.array(plan["thresholds"], np.float32)
-        builder = RowBuilder(source, thresholds, top, is_multi_label)
+    source = _build_source(trained, plan, shards)
+    builder = _create_builder(args, trained, plan, source)
     model, batches = trained.build(source, accelerator)
     # So that few rows wait for those before them.
     batches.loader.batch_sampler.sort(key=lambda indices: indices[0])
@@ -203,6 +181,41 @@ def write_rows(
     errors = f", {num_broken:,} with an error" if num_broken else ""
     noun = "image" if len(source) == 1 else "images"
     log(f"{len(source):,} {noun}{errors}")
+
+
+def _build_source(trained, plan: dict, shards) -> Any:
+    """The images of `shards`, or those of `plan`, as the task of the model reads them."""
+    import numpy as np
+
+    from common.detection.data.annotated import build_empty_columns
+    from tools.predict import images
+
+    files = images.build_file_list(plan.pop("files")) if shards is None else shards
+    if trained.is_detector:
+        annotations = build_empty_columns(trained.classes, np.array(plan.pop("sizes")))
+        return images.Scenes(**annotations, files=files)
+    if trained.is_segmenter:
+        return images.Unmasked(trained.classes, files, sizes=np.array(plan.pop("sizes")))
+    return images.build_images(files, trained.classes, plan["multi_label"])
+
+
+def _create_builder(args: argparse.Namespace, trained, plan: dict, source) -> Any:
+    """What makes rows of predictions, as the task of the model has them."""
+    import numpy as np
+
+    from tools.predict.mask_rows import MaskRowBuilder
+    from tools.predict.rows import RowBuilder
+
+    is_multi_label = plan["multi_label"]
+    top = args.top
+    if top is None:
+        top = 1 if trained.task == "classification" and not is_multi_label else 0
+    if trained.is_segmenter:
+        builder = MaskRowBuilder(source, top, masks=args.masks, overlays=args.draw)
+        args.draw = None  # drawn with the rows, which do not hold the pixels
+        return builder
+    thresholds = np.array(plan["thresholds"], np.float32)
+    return RowBuilder(source, thresholds, top, is_multi_label)
 
 
 def make_texts(args: argparse.Namespace, rows: Iterable[tuple[int, dict]], source, form) -> tuple:

@@ -36,11 +36,10 @@ def make_plan(args: argparse.Namespace, trained: TrainedModel, shards: "Shards |
     images = shards or build_file_list(files)
     is_multi_label = _is_multi_label(Path(trained.origin.path))
     default = 0.0
-    if not args.images_of:
-        if trained.is_detector:
-            default = DETECTOR_THRESHOLD
-        elif is_multi_label:
-            default = MULTI_LABEL_THRESHOLD
+    if trained.is_detector and not args.images_of:
+        default = DETECTOR_THRESHOLD
+    elif is_multi_label and not args.images_of:
+        default = MULTI_LABEL_THRESHOLD
     needs_sizes = trained.is_detector or trained.is_segmenter
     thresholds, source = choose_thresholds(
         trained.origin.path, trained.classes, args.threshold, default
@@ -59,12 +58,7 @@ def make_plan(args: argparse.Namespace, trained: TrainedModel, shards: "Shards |
                 f"{num_images - len(image_ids):,} of the {num_images:,} images of "
                 f"{args.images_of} are not predicted"
             )
-    for flag, folder in (("draw", args.draw), ("masks", args.masks)):
-        if folder:
-            try:
-                make_folder(folder)
-            except OSError as error:
-                raise Refused(f"--{flag} {folder}: {error.strerror}; name another folder") from None
+    _make_folders(draw=args.draw, masks=args.masks)
     return {
         "files": files,
         "sizes": read_sizes(images).tolist() if needs_sizes else [],
@@ -74,6 +68,16 @@ def make_plan(args: argparse.Namespace, trained: TrainedModel, shards: "Shards |
         "category_ids": category_ids,
         "notes": notes,
     }
+
+
+def _make_folders(**folders: Path | None) -> None:
+    """Make the folder of each flag that names one. Raises `Refused`."""
+    for flag, folder in folders.items():
+        if folder:
+            try:
+                make_folder(folder)
+            except OSError as error:
+                raise Refused(f"--{flag} {folder}: {error.strerror}; name another folder") from None
 
 
 def choose_thresholds(

@@ -167,18 +167,7 @@ def check_boxes(raw: RawBoxes, headers: np.ndarray) -> AnnotatedImages:
     raw.note_images(note, box_counts > MAX_DETECTIONS)
     has_area = np.isfinite(raw.areas) & (raw.areas >= 0)
     areas = np.where(has_area, raw.areas, sides.prod(axis=1))
-    masks = None
-    if raw.shapes is not None:
-        shape_sizes = np.where(is_upright[:, None], sizes, headers[:, :2])
-        masks = Masks(
-            shapes=_check_shapes(
-                raw,
-                raw.shapes.take(pa.array(indices)),
-                indices,
-                shape_sizes[raw.image_indices[indices]],
-            ),
-            orientations=np.where(is_upright, 1, headers[:, 2]).astype(np.uint8),
-        )
+    stored_sizes = np.where(is_upright[:, None], sizes, headers[:, :2])
     return AnnotatedImages(
         classes=raw.classes,
         category_ids=raw.category_ids,
@@ -190,7 +179,7 @@ def check_boxes(raw: RawBoxes, headers: np.ndarray) -> AnnotatedImages:
         crowd=raw.crowd[indices],
         areas=areas[indices],
         truth=boxes[indices],
-        masks=masks,
+        masks=_build_masks(raw, indices, stored_sizes, np.where(is_upright, 1, headers[:, 2])),
         notes=raw.format_notes(),
         images=raw.images,
         byte_counts=headers[:, 3],
@@ -265,11 +254,17 @@ def _choose_boxes(raw: RawBoxes, is_empty: np.ndarray, is_outside: np.ndarray) -
     return indices[np.argsort(raw.image_indices[indices], kind="stable")]
 
 
-def _check_shapes(
-    raw: RawBoxes, shapes: pa.StructArray, indices: np.ndarray, sizes: np.ndarray
-) -> pa.StructArray:
-    """The shapes of the boxes `indices`, null if one can't be drawn. `sizes`: of their images."""
-    shapes, is_wrong = check_shapes(shapes, sizes)
+def _build_masks(
+    raw: RawBoxes, indices: np.ndarray, sizes: np.ndarray, orientations: np.ndarray
+) -> Masks | None:
+    """The shapes of the boxes `indices`, null if one can't be drawn; None if boxes have no shapes.
+
+    `sizes` int64[N, 2] and `orientations` int64[N] are of the images as they are stored.
+    """
+    if raw.shapes is None:
+        return None
+    shapes = raw.shapes.take(pa.array(indices))
+    shapes, is_wrong = check_shapes(shapes, sizes[raw.image_indices[indices]])
     if is_wrong.all():
         raise Refused(
             f"{raw.title}: none of its {len(indices):,} objects has an outline (segmentation) for "
@@ -277,7 +272,7 @@ def _check_shapes(
         )
     is_replaced = np.isin(np.arange(len(raw.boxes)), indices[is_wrong])
     raw.note_boxes("have no outline that can be drawn, and their box stands in", is_replaced)
-    return shapes
+    return Masks(shapes=shapes, orientations=orientations.astype(np.uint8))
 
 
 def _fill_unreadable(raw: RawBoxes, headers: np.ndarray) -> np.ndarray:

@@ -130,10 +130,7 @@ def _read_split(
     classes = classes or tuple(names.take(pc.sort_indices(categories["id"])).to_pylist())
     class_names = pa.array(classes, pa.string())
     category_ids = categories["id"].take(pc.index_in(class_names, names))
-    ids_as_text = boxes["category_id"].cast(pa.string())
-    unlisted_names = pc.binary_join_element_wise("category_id", ids_as_text, " ")
-    box_names = names.take(pc.index_in(boxes["category_id"], categories["id"]))
-    box_names = pc.coalesce(box_names, unlisted_names)
+    box_names = _name_boxes(boxes["category_id"], categories)
     shapes = None
     if masks:
         shape_columns = [boxes[key] for key in SHAPE_FIELDS]
@@ -159,6 +156,13 @@ def _read_split(
         notes=notes,
     )
     return check_files(raw, stats)
+
+
+def _name_boxes(category_ids: pa.Array, categories: dict[str, pa.Array]) -> pa.Array:
+    """The category of each box; "category_id 7" for an id that is not listed."""
+    names = categories["name"].take(pc.index_in(category_ids, categories["id"]))
+    ids_as_text = category_ids.cast(pa.string())
+    return pc.coalesce(names, pc.binary_join_element_wise("category_id", ids_as_text, " "))
 
 
 def _pop_root_categories(columns: Columns) -> list[str]:

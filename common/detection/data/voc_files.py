@@ -6,7 +6,7 @@ Source: Everingham et al., "The Pascal Visual Object Classes Challenge", 2010, a
 import os
 import re
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -138,14 +138,11 @@ def _read_split(
         names = sorted(stems)
         notes = _note_unlabelled(title, image_names, stems)
     stats.add_files(f"{annotations}/{name}.xml" for name in names)
-    sizes = []
-    image_indices: list[int] = []
-    objects: list[_Object] = []
-    for i, name in enumerate(names):
-        size, image_objects = _read_xml(annotations / f"{name}.xml")
-        sizes.append(size)
-        image_indices += [i] * len(image_objects)
-        objects += image_objects
+    contents = [_read_xml(annotations / f"{name}.xml") for name in names]
+    sizes = [size for size, _ in contents]
+    objects = list(chain.from_iterable(image_objects for _, image_objects in contents))
+    object_counts = [len(image_objects) for _, image_objects in contents]
+    image_indices = np.repeat(np.arange(len(names)), np.array(object_counts, np.int64))
     labels = [entry.label for entry in objects]
     classes = classes or tuple(sorted(set(labels)))
     paths = encode_paths(image_names.get(name, f"{name}.jpg") for name in names)
@@ -155,12 +152,12 @@ def _read_split(
         images=images,
         classes=classes,
         sizes=np.array(sizes, np.int64).reshape(-1, 2),
-        image_indices=np.array(image_indices, np.int64),
+        image_indices=image_indices,
         boxes=_to_boxes(objects),
         labels=find_class_ids(
             title,
             images,
-            np.array(image_indices),
+            image_indices,
             box_classes=pa.array(labels, pa.string()),
             classes=pa.array(classes, pa.string()),
         ),
