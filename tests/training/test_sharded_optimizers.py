@@ -105,7 +105,7 @@ def test_another_optimizer_is_refused_with_those_that_work(processes) -> None:
 def clip_units() -> float:
     """The largest difference between gradients that were clipped in shards and whole ones."""
     sharding.configure(sharding.Sharding(), torch.device("cpu"))
-    whole = vit(2)
+    whole = build_vit(2)
     with torch.no_grad():
         for scale, parameter in zip(itertools.cycle([1, 1e-3, 0]), whole.parameters()):
             parameter *= scale  # below the norm that a weight counts at least: 1e-3
