@@ -17,7 +17,7 @@ from common.files import CACHE
 from tests.harness import several
 from tests.harness.drawings import draw_regions, draw_scenes, draw_stripes
 from tests.harness.forked import Forks
-from tests.harness.launching import ROOT, Launcher, small
+from tests.harness.launching import ROOT, Launcher, add_small_defaults
 from tests.harness.machines import Node, machines, require_namespaces
 from tests.harness.outcomes import Outcome
 from tests.harness.processes import Processes
@@ -184,7 +184,7 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
 
     run_several(2, {"a": ["--model", "test_vit"]}, recipe="recipes/cls.py") -> {"a": Outcome}. A
     case's run folder is <output_dir>/<its name>; without --output_dir it is in a new temporary
-    folder. Pictures are drawn only if asked for. A run is `small`, but with `as_typed`: that one
+    folder. Pictures are drawn only if asked for. A run has the settings of a small one, but with `as_typed`: that one
     has no tracker and no data workers unless it says so. An unexpected error in any case fails the
     test. The ranks are forks, which start much sooner than a launch; `run_main` takes the forks of
     another server.
@@ -208,7 +208,7 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
             args = list(map(str, args))
             if not as_typed:
                 has_recipe = "".join(args[:1]).endswith(".py")
-                args = list(map(str, small(args, args[0] if has_recipe else recipe)))
+                args = list(map(str, add_small_defaults(args, args[0] if has_recipe else recipe)))
             defaults = {
                 "--name": name,
                 "--output_dir": scratch / "runs",

@@ -16,7 +16,7 @@ from torch.distributed.run import determine_local_world_size
 from common.distributed.sharding import Sharding
 from common.launching.launch_checks import read_sharding
 from common.launching.network import await_listener
-from tests.harness.launching import free_port
+from tests.harness.launching import find_free_port
 
 FOLDER = Path(__file__).parent.parent / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -167,7 +167,7 @@ def test_a_cpu_file_starts_ranks_that_hear_each_other(
 
 def test_two_machines_make_one_world_and_name_a_missing_address(launch, probe, tmp_path) -> None:
     forgotten = launch.start("2node_cpu", [probe, tmp_path])
-    port = free_port()
+    port = find_free_port()
     flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
     first = launch.start("2node_cpu", [probe, tmp_path], flags=flags)
     await_listener("127.0.0.1", port, timeout=60)  # before that it looks whether the port is free

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.harness.launching import ROOT, free_port
+from tests.harness.launching import ROOT, find_free_port
 from tests.harness.outcomes import Outcome
 from tests.recipes.copied import apply
 
@@ -22,7 +22,7 @@ def test_the_copy_repeats_the_losses_of_the_script(launch, tmp_path) -> None:
     text = (FOLDER / "ddp.py").read_text()
     assert text.count("EPOCHS, BATCH, RATE, GPUS = 6, 32, 0.05, 2") == 1
     (tmp_path / "whole.py").write_text(text.replace("6, 32, 0.05, 2", "6, 1437, 0.05, 1"))
-    env = {"PYTHONPATH": str(FOLDER), "MASTER_PORT": str(free_port())}
+    env = {"PYTHONPATH": str(FOLDER), "MASTER_PORT": str(find_free_port())}
     script = launch.start_python([tmp_path / "whole.py"], env=env, cwd=tmp_path)
     [diff] = re.findall("```diff\n(@@.*?)```", PAGE, re.S)
     (tmp_path / "train.py").write_text(apply(diff, (ROOT / "recipes/cls.py").read_text()))

@@ -29,7 +29,7 @@ from common.data.stream import Stream
 from common.distributed import environment
 from common.distributed.collectives import world_size
 from common.randomness import key_of, mix, seed_generators
-from tests.harness.processes import data_workers
+from tests.harness.processes import list_data_workers
 
 DATA = {
     "input_size": (3, 16, 16),
@@ -227,7 +227,7 @@ def test_a_signal_to_everyone_leaves_the_workers_at_work() -> None:
     # One of each worker, so that both have begun.
     first = next(batches)
     next(batches)
-    for worker in data_workers():
+    for worker in list_data_workers():
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             os.kill(worker.pid, number)
     following = [next(batches) for _ in range(20)]

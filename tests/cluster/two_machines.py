@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.harness.launching import small
+from tests.harness.launching import add_small_defaults
 from tests.harness.outcomes import Outcome
 
 STEPS = 40
-WORDS = small(
+WORDS = add_small_defaults(
     "--image_size 16 --global_batch_size 24 --max_micro_batch_size 8 --workers 1 --tracker none "
     f"--max_steps {STEPS} --log_every 1 --eval_every {STEPS} --checkpoint_every {STEPS} --dtype "
     "float64 --batch_norm group --norm_batch_size 4 "

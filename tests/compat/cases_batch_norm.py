@@ -11,7 +11,7 @@ import compat.horovod as hvd
 SHARES = (1, 5, 3)  # samples per rank of the whole batch of 9
 
 
-def outcome(norm: nn.Module, x: torch.Tensor, first: int) -> dict[str, torch.Tensor]:
+def compute_outcome(norm: nn.Module, x: torch.Tensor, first: int) -> dict[str, torch.Tensor]:
     """What two training steps and an evaluation leave. The loss weights each sample differently."""
     norm = norm.double()
     seen = {}
@@ -32,8 +32,8 @@ def test_equals_batch_norm_on_the_whole_batch() -> None:
     local = slice(sum(SHARES[:rank]), sum(SHARES[: rank + 1]))
     x = 3 + torch.randn(9, 4, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for momentum in (0.1, None):
-        actual = outcome(hvd.SyncBatchNorm(4, momentum=momentum), x[local], local.start)
-        for key, value in outcome(nn.BatchNorm2d(4, momentum=momentum), x, 0).items():
+        actual = compute_outcome(hvd.SyncBatchNorm(4, momentum=momentum), x[local], local.start)
+        for key, value in compute_outcome(nn.BatchNorm2d(4, momentum=momentum), x, 0).items():
             if key.endswith(".grad"):  # each rank has its share
                 actual[key] = hvd.allreduce(actual[key], op=hvd.Sum)
             elif value.dim() and len(value) == 9:

@@ -18,7 +18,7 @@ import torch
 
 import compat.horovod as hvd
 from tests.harness.forked import Ended, Forks
-from tests.harness.launching import ROOT, free_port, inherit_environment
+from tests.harness.launching import ROOT, find_free_port, inherit_environment
 
 
 def end_ranks(forks: Forks, case: functools.partial, **environment: object) -> list[Ended]:
@@ -136,7 +136,7 @@ def test_a_rank_that_leaves_without_shutdown() -> None:
         "WORLD_SIZE": "3",
         "LOCAL_WORLD_SIZE": "3",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(find_free_port()),
     }
     ranks = [
         subprocess.Popen(

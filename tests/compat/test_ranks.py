@@ -24,7 +24,7 @@ from tests.compat import (
     cases_optimizer,
     cases_world,
 )
-from tests.harness.launching import free_port
+from tests.harness.launching import find_free_port
 
 
 def list_cases(*modules: ModuleType) -> dict[str, Callable[[], None]]:
@@ -79,7 +79,7 @@ def run_cases(folder: Path) -> None:
 def failures(forks, tmp_path_factory) -> list[dict[str, str]]:
     """Of each rank, the tracebacks of the cases that failed there, by name."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {"SECOND_PORT": str(free_port()), VARIABLE: str(folder / "commits")}
+    environment = {"SECOND_PORT": str(find_free_port()), VARIABLE: str(folder / "commits")}
     done = forks.run_main(3, functools.partial(run_cases, folder), environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]

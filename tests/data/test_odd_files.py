@@ -32,7 +32,7 @@ Place = Callable[[Path], None]
 KINDS = {"a link to a FIFO": link_to_fifo, "a huge file": write_huge}
 
 
-def at(file: str, read: Callable[[str], object]) -> Callable[[Path, Place], None]:
+def write_at(file: str, read: Callable[[str], object]) -> Callable[[Path, Place], None]:
     """Puts the odd thing at `file`, and gives its path to `read`."""
 
     def reader(root: Path, put: Place) -> None:
@@ -50,7 +50,7 @@ def write_annotated(data: str | Path) -> None:
     detection.load(detection.Spec(str(data), seed=0, val_share=0.2))
 
 
-def saved_data_set(root: Path, put: Place) -> None:
+def save_data_set(root: Path, put: Place) -> None:
     datasets.Dataset.from_dict({"image": ["x"], "label": [0]}).save_to_disk(root / "saved")
     (root / "saved/data-00000-of-00001.arrow").unlink()
     put(root / "saved/data-00000-of-00001.arrow")
@@ -74,7 +74,7 @@ def write_detector_config(root: Path, put: Place) -> None:
     read_weights(str(root))
 
 
-def checkpoint(file: str) -> Callable[[Path, Place], None]:
+def save_checkpoint(file: str) -> Callable[[Path, Place], None]:
     def read(root: Path, put: Place) -> None:
         path = Checkpoints(root).save({"step": 1}, {"model": {"a": torch.zeros(3)}})
         (path / file).unlink()
@@ -101,20 +101,20 @@ def write_annotation(file: str, content: dict) -> Callable[[Path, Place], None]:
 VOC = {"Annotations": None, "ImageSets/Main": None, "JPEGImages": 1}
 YOLO = {"images/train": 1, "labels/train": None, "data.yaml": "names: [a]\ntrain: images/train"}
 READERS = {
-    "--config": at("preset.yaml", lambda file: parse(RunConfig, ["--config", file])),
-    "an image": at("image.jpg", open_rgb),
-    "an image that is read in part": at("image.jpg", Picture),
-    "a parquet file": at("data.parquet", write_labelled),
-    "a CSV file": at("data.csv", write_labelled),
-    "a saved data set": saved_data_set,
+    "--config": write_at("preset.yaml", lambda file: parse(RunConfig, ["--config", file])),
+    "an image": write_at("image.jpg", open_rgb),
+    "an image that is read in part": write_at("image.jpg", Picture),
+    "a parquet file": write_at("data.parquet", write_labelled),
+    "a CSV file": write_at("data.csv", write_labelled),
+    "a saved data set": save_data_set,
     "weights of a model": write_model_weights,
-    "weights of a detector": at("weights.pth", read_weights),
+    "weights of a detector": write_at("weights.pth", read_weights),
     "config.json of a detector": write_detector_config,
     **{
-        f"{file} of a checkpoint": checkpoint(file)
+        f"{file} of a checkpoint": save_checkpoint(file)
         for file in ("manifest.json", "record.json", "model.safetensors")
     },
-    "train.json of COCO": at("train.json", lambda file: write_annotated(Path(file).parent)),
+    "train.json of COCO": write_at("train.json", lambda file: write_annotated(Path(file).parent)),
     "an XML file of VOC": write_annotation("Annotations/0.xml", VOC),
     "a list of VOC": write_annotation("ImageSets/Main/train.txt", VOC),
     "a label file of YOLO": write_annotation("labels/train/0.txt", YOLO),

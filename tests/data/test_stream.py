@@ -80,7 +80,7 @@ def test_the_permutation_is_a_bijection() -> None:
         )
 
 
-def _chi_square(counts: np.ndarray, freedom: int) -> float:
+def _compute_chi_square(counts: np.ndarray, freedom: int) -> float:
     """How many standard deviations a chi-square statistic lies above its mean; counts expected to
     be equal.
     """
@@ -94,14 +94,14 @@ def test_the_permutation_shows_no_order(size: int) -> None:
     places = np.arange(size)
     # Where a sample comes to stand is unrelated to where it was.
     table, *_ = np.histogram2d(places, indices, bins=20)
-    assert abs(_chi_square(table, 19 * 19)) < 4
+    assert abs(_compute_chi_square(table, 19 * 19)) < 4
     # Neither do neighbours stay neighbours, nor at a fixed distance.
     for lag in (1, 2, 173, 174, int(size**0.5), int(size**0.5) + 1):
         steps = (indices[lag:] - indices[:-lag]) % size
-        assert abs(_chi_square(np.histogram(steps, bins=50)[0], 49)) < 4.5
+        assert abs(_compute_chi_square(np.histogram(steps, bins=50)[0], 49)) < 4.5
     # The next epoch is unrelated to this one.
     table, *_ = np.histogram2d(indices, permute(places, size, 5, 1), bins=20)
-    assert abs(_chi_square(table, 19 * 19)) < 4
+    assert abs(_compute_chi_square(table, 19 * 19)) < 4
 
 
 @pytest.mark.smoke

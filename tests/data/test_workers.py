@@ -23,7 +23,7 @@ from common.data import workers
 from common.data.loader import DeviceBatch, _create_loader
 from common.errors import Refused
 from tests.harness.launching import ROOT
-from tests.harness.processes import data_workers
+from tests.harness.processes import list_data_workers
 
 SCRIPT = """
 import ctypes, os, signal, sys, time
@@ -195,14 +195,14 @@ def test_batches_come_out_as_they_went_in() -> None:
 def test_nothing_stays_open_and_no_memory_has_a_name(monkeypatch, tmp_path) -> None:
     """A worker that is killed could not remove them."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    others = {child.pid for child in data_workers()}
+    others = {child.pid for child in list_data_workers()}
     batches = iter(_create_loader(Asked(batch), [[number] for number in range(40)], 1))
     kept = next(batches)
     before = len(os.listdir("/dev/fd"))
     for _ in range(30):
         next(batches)
     assert len(os.listdir("/dev/fd")) <= before + 2
-    (worker,) = {child.pid for child in data_workers()} - others
+    (worker,) = {child.pid for child in list_data_workers()} - others
     mapped = open(f"/proc/{os.getpid()}/maps").read() + open(f"/proc/{worker}/maps").read()
     assert kept and "/memfd:batch" in mapped and "/dev/shm/torch_" not in mapped
     assert not list(tmp_path.iterdir())

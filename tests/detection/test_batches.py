@@ -51,7 +51,7 @@ def build_source(count=23, seed=0) -> Painted:
     )
 
 
-def evaluated(data, resize: BoxAugmentation) -> EvalDataset:
+def evaluate_batches(data, resize: BoxAugmentation) -> EvalDataset:
     return EvalDataset(
         data, SimpleNamespace(resize=resize, stride=16, fill=(7, 8, 9), normalize=None)
     )
@@ -119,7 +119,7 @@ def test_plain_training_shows_the_pixels_of_the_evaluation(square, short_side):
     """Also of images that are made much smaller, of which no margin is cut off."""
     data = build_source()
     plain = BoxAugmentation(0, (short_side,), 80, square=square)
-    evaluation = evaluated(data, plain)
+    evaluation = evaluate_batches(data, plain)
     for index in range(23):
         train_image = plain([data.load_sample(index, 0)], 1000 + index, (7, 8, 9)).image
         height, width = train_image.shape[1:]
@@ -150,7 +150,7 @@ def test_squares_of_a_step_have_one_side_and_no_padding():
 def test_what_is_found_is_given_in_pixels_of_the_original():
     """Boxes, and masks on the grids of their boxes."""
     data = build_source()
-    evaluation = evaluated(data, BoxAugmentation(0, (48,), 80))
+    evaluation = evaluate_batches(data, BoxAugmentation(0, (48,), 80))
     indices = evaluation.batches(3)[0]
     batch = evaluation.__getitems__(indices)
     quarter = torch.tensor([[0.25, 0.5, 0.5, 1.0]])  # of each image

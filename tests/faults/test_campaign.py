@@ -26,7 +26,7 @@ import psutil
 import pytest
 
 from tests.harness.forked import Fork, Forks
-from tests.harness.launching import small
+from tests.harness.launching import add_small_defaults
 from tests.harness.outcomes import Outcome, assert_same_training, read
 from tests.harness.resumed import assert_same_run
 from tests.recipes.test_layout import FSDP
@@ -89,7 +89,7 @@ class Campaign:
         self.shared_memory = set(os.listdir("/dev/shm"))
         self.moves = len(self.layouts) > 1
         argv = WORDS + WORDS_OF[self.recipe] + ["--data", self.data]
-        self.argv = small(argv + ["--output_dir", self.scratch], self.recipe)
+        self.argv = add_small_defaults(argv + ["--output_dir", self.scratch], self.recipe)
         if self.moves:
             self.argv += ["--dtype", "float64"]
         self.forks(["--help"])  # the server starts

@@ -173,27 +173,27 @@ def test_a_run_that_lost_its_folder_ends_and_leaves_others_alone(forks, data, tm
 # --- files that were made to execute something
 
 
-def as_pickle(marker: Path) -> bytes:
+def forge_pickle(marker: Path) -> bytes:
     return pickle.dumps(Malicious(marker))
 
 
-def as_torch(marker: Path) -> bytes:
+def forge_torch(marker: Path) -> bytes:
     buffer = io.BytesIO()
     torch.save({"weight": Malicious(marker)}, buffer)
     return buffer.getvalue()
 
 
-def as_yaml(marker: Path) -> bytes:
+def forge_yaml(marker: Path) -> bytes:
     return f"!!python/object/apply:os.mkdir [{marker}]\n".encode()
 
 
 RUN_FILES = "config.yaml environment.json metrics.jsonl summary.json status.json tracker.json log.txt".split()
 FORGED = {  # files of a run folder, or of an exported model, and what they were made to be
-    "run by pickle": (RUN_FILES, as_pickle),
-    "run by yaml": (RUN_FILES, as_yaml),
-    "config.json": (["config.json"], as_pickle),
-    "results.json": (["results.json"], as_pickle),
-    "model.safetensors": (["model.safetensors"], as_torch),
+    "run by pickle": (RUN_FILES, forge_pickle),
+    "run by yaml": (RUN_FILES, forge_yaml),
+    "config.json": (["config.json"], forge_pickle),
+    "results.json": (["results.json"], forge_pickle),
+    "model.safetensors": (["model.safetensors"], forge_torch),
 }
 
 
@@ -231,9 +231,9 @@ def test_a_forged_file_of_a_run_or_a_model_never_executes(forged, whole, name):
 
 
 LOADERS = {
-    as_pickle: pickle.load,
-    as_torch: functools.partial(torch.load, weights_only=False),
-    as_yaml: yaml.unsafe_load,
+    forge_pickle: pickle.load,
+    forge_torch: functools.partial(torch.load, weights_only=False),
+    forge_yaml: yaml.unsafe_load,
 }
 
 

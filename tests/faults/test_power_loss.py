@@ -93,7 +93,7 @@ def photograph_before_operations(disk: Ext4, album: Path, commits: bool, times: 
         path = str(arguments[0])
         if not path.startswith(run):
             return
-        operation = forked.without_numbers(event, path.removeprefix(run))
+        operation = forked.strip_numbers(event, path.removeprefix(run))
         seen[operation] += 1
         if seen[operation] > times or not turn.acquire(blocking=False):
             return  # the other thread photographs
@@ -114,7 +114,7 @@ def photograph_before_operations(disk: Ext4, album: Path, commits: bool, times: 
         finally:
             turn.release()
 
-    os.fsync = forked.audited_fsync
+    os.fsync = forked.audit_fsync
     sys.addaudithook(hook)
 
 

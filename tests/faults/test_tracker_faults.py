@@ -18,7 +18,7 @@ import pytest
 
 from common.run import Observer, tracking
 from tests.harness.disks import disk, mount
-from tests.harness.launching import free_port
+from tests.harness.launching import find_free_port
 from tests.harness.odd_files import Malicious
 from tests.harness.resumed import STEPS, assert_same_run
 
@@ -105,7 +105,7 @@ def test_no_fault_of_wandb_changes_a_loss_or_holds_up_the_start(run, whole, tmp_
     if fault == "a dead address":
         environment = {
             "WANDB_API_KEY": "a" * 40,
-            "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}",
+            "WANDB_BASE_URL": f"http://127.0.0.1:{find_free_port()}",
         }
     with (
         disk(folder / "wandb", "1m") if fault == "a read-only folder" else contextlib.nullcontext()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.debian import require_package
-from tests.harness.launching import ROOT, Started, small
+from tests.harness.launching import ROOT, Started, add_small_defaults
 from tests.harness.machines import Node
 
 WORDS = (
@@ -43,7 +43,7 @@ def start(
     """Start the command of the README on each machine; each of `lines` is for one machine alone."""
     flags = ["--main_process_ip", nodes[0].address] + list(flags)
     return [
-        node.start("2node_cpu", [recipe] + small(argv) + line, flags=flags, env=env)
+        node.start("2node_cpu", [recipe] + add_small_defaults(argv) + line, flags=flags, env=env)
         for node, line in zip(nodes, lines, strict=True)
     ]
 

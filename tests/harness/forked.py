@@ -29,7 +29,7 @@ import pytest
 from common.files import CACHE
 from common.run import Observer
 from tests.harness import several
-from tests.harness.launching import free_port, inherit_environment, small
+from tests.harness.launching import add_small_defaults, find_free_port, inherit_environment
 from tests.harness.waiting import Limit, end_with_stacks
 
 IMPORTED_ONCE = [
@@ -111,7 +111,7 @@ class Forks:
         before: Callable[[], None] | None = None,
         **options: Any,
     ) -> Fork:
-        """Start the recipe, or a copy of it in a file, with `argv` on its command line; the run is `small`.
+        """Start the recipe, or a copy of it in a file, with `argv` on its command line; the run is small.
 
         `observer` sees the run. `before` is called first in the fork, to change its environment: a
         function at the top of a test module, or a `functools.partial` of one. With `watch`, SIGKILL
@@ -135,7 +135,7 @@ class Forks:
     ) -> list[Fork]:
         """As many forks, which are the ranks of one world; `observers` are by rank, `watch` is for rank 0."""
         forks = []
-        for rank, world in enumerate(_worlds(processes)):
+        for rank, world in enumerate(_build_worlds(processes)):
             main = self._build_main(recipe, argv, (observers or {}).get(rank))
             forks.append(self._fork(main, world, before, None if rank else watch, **options))
         return forks
@@ -150,7 +150,7 @@ class Forks:
         """`main` in as many forks, which are the ranks of one world; None in their `environment`
         takes a variable out.
         """
-        worlds = [world | (environment or {}) for world in _worlds(processes)]
+        worlds = [world | (environment or {}) for world in _build_worlds(processes)]
         return [self._fork(main, world, before, pictures=True) for world in worlds]
 
     def run_main(
@@ -182,7 +182,9 @@ class Forks:
     def _build_main(
         self, recipe: str | Path, argv: Sequence[object], observer: Observer | None
     ) -> Callable[[], None]:
-        command = [str(Path(recipe).with_suffix(".py"))] + list(map(str, small(argv, recipe)))
+        command = [str(Path(recipe).with_suffix(".py"))] + list(
+            map(str, add_small_defaults(argv, recipe))
+        )
         if "--eval_only" in command and "--output_dir" not in command:
             command += ["--output_dir", str(self.scratch)]  # for reports
         return functools.partial(_run_recipe, command, observer)
@@ -213,7 +215,7 @@ class Forks:
         return Fork(process, folder)
 
 
-def _worlds(processes: int) -> list[dict[str, str | None]]:
+def _build_worlds(processes: int) -> list[dict[str, str | None]]:
     """The environment of each rank as `accelerate launch` makes it; the fork server stands for the
     launcher.
     """
@@ -224,7 +226,7 @@ def _worlds(processes: int) -> list[dict[str, str | None]]:
         "LOCAL_WORLD_SIZE": str(processes),
         "ACCELERATE_USE_CPU": "true",
     }
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     return [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
@@ -268,8 +270,8 @@ def _run(
     if before:
         before()
     if watch:
-        os.fsync = audited_fsync
-        sys.addaudithook(_assassin(str(watch), spared, report))
+        os.fsync = audit_fsync
+        sys.addaudithook(_build_assassin(str(watch), spared, report))
     try:
         main()
     finally:
@@ -277,18 +279,20 @@ def _run(
         atexit._run_exitfuncs()  # which a fork of multiprocessing ends without
 
 
-def audited_fsync(descriptor: int, fsync: Callable[[int], None] = os.fsync) -> None:
+def audit_fsync(descriptor: int, fsync: Callable[[int], None] = os.fsync) -> None:
     """`os.fsync`, which Python does not audit."""
     sys.audit("os.fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
     fsync(descriptor)
 
 
-def without_numbers(operation: str, path: str) -> str:
+def strip_numbers(operation: str, path: str) -> str:
     """A file operation, with 0 for every number in the path."""
     return f"{operation} {re.sub('[0-9]+', '0', path)}"
 
 
-def _assassin(watch: str, spared: Collection[str], report: int) -> Callable[[str, tuple], None]:
+def _build_assassin(
+    watch: str, spared: Collection[str], report: int
+) -> Callable[[str, tuple], None]:
     """An audit hook that ends the process before a file operation below `watch` that is not `spared`."""
     times: Counter[str] = Counter()
 
@@ -304,7 +308,7 @@ def _assassin(watch: str, spared: Collection[str], report: int) -> Callable[[str
             return
         if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
             event = "read"
-        operation = without_numbers(event, str(path).removeprefix(watch))
+        operation = strip_numbers(event, str(path).removeprefix(watch))
         times[operation] += 1
         if f"{operation} {times[operation]}" not in spared:
             os.write(report, f"{operation} {times[operation]}".encode())

@@ -62,7 +62,7 @@ for name in ("rf_detr", "rf_detr_seg"):
     NOT_OF_FAMILY[name] |= {"--width"}
 
 
-def small(args: Sequence[object], recipe: str | Path = "cls") -> list[object]:
+def add_small_defaults(args: Sequence[object], recipe: str | Path = "cls") -> list[object]:
     """A recipe's command line with the settings of a small run where it has none: digits, the
     smallest model, a data worker.
 
@@ -88,13 +88,13 @@ def small(args: Sequence[object], recipe: str | Path = "cls") -> list[object]:
     return argv
 
 
-def small_command(args: Sequence[object]) -> list[object]:
+def add_small_defaults_to_command(args: Sequence[object]) -> list[object]:
     """The same for the words of any command that starts a recipe, or a script named after the one
     that it runs.
     """
     for word in map(str, args):
         if re.fullmatch(r"(cls|det|seg)(_\w+)?\.py", Path(word).name):
-            return small(args, word)
+            return add_small_defaults(args, word)
     return list(args)
 
 
@@ -138,7 +138,7 @@ def inherit_environment() -> dict[str, str]:
     }
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A TCP port that nothing listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -176,7 +176,7 @@ class Launcher:
         cwd: Path = ROOT,
     ) -> Started:
         """Any command, which finds the programs of this environment, such as accelerate; a recipe's
-        run is `small`.
+        run has the settings of a small one.
 
         With `process_group` 0 it is in a group of its own, as a shell starts it.
         """
@@ -184,7 +184,7 @@ class Launcher:
         err = self._create_file(".err")
         with out.open("w") as stdout, err.open("w") as stderr:
             process = subprocess.Popen(
-                list(map(str, self.before + small_command(argv))),
+                list(map(str, self.before + add_small_defaults_to_command(argv))),
                 cwd=cwd,
                 env={
                     **inherit_environment(),

@@ -46,7 +46,7 @@ class Node(Launcher):
     def kill(self) -> None:
         """SIGKILL all that runs on it, at once: the machine is lost."""
         # One may start another in the meantime.
-        while processes := _ip("netns", "pids", self.space).split():
+        while processes := _run_ip("netns", "pids", self.space).split():
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(process), signal.SIGKILL)
@@ -55,7 +55,7 @@ class Node(Launcher):
         """Let what this machine sends to `address` get no answer, not even that nobody is there: as
         behind a firewall.
         """
-        _ip(
+        _run_ip(
             "-n",
             self.space,
             "neighbour",
@@ -77,7 +77,7 @@ class Node(Launcher):
 
     def unplug(self) -> None:
         """Take its cable out: the others hear nothing more of it, not even an end."""
-        _ip("-n", self.space, "link", "set", "eth0", "down")
+        _run_ip("-n", self.space, "link", "set", "eth0", "down")
 
 
 @contextlib.contextmanager
@@ -99,9 +99,9 @@ def machines(
     nodes = []
     try:
         for space in [switch] + spaces:
-            _ip("netns", "add", space)
-        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", switch, "link", "set", "bridge", "up")
+            _run_ip("netns", "add", space)
+        _run_ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run_ip("-n", switch, "link", "set", "bridge", "up")
         for number, space in enumerate(spaces):
             hosts = home / f"hosts{number}"
             addresses = {f"node{index}": f"10.77.0.{index + 1}" for index in range(count)}
@@ -114,7 +114,7 @@ def machines(
             node = Node(space, number, home, hosts, (own_files or {}).get(number, {}))
             nodes.append(node)
             port = f"port{number}"
-            _ip(
+            _run_ip(
                 "-n",
                 switch,
                 "link",
@@ -128,18 +128,18 @@ def machines(
                 "netns",
                 space,
             )
-            _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-            _ip("-n", space, "address", "add", f"{node.address}/24", "dev", "eth0")
+            _run_ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            _run_ip("-n", space, "address", "add", f"{node.address}/24", "dev", "eth0")
             for link in ("lo", "eth0"):
-                _ip("-n", space, "link", "set", link, "up")
+                _run_ip("-n", space, "link", "set", link, "up")
         yield nodes
     finally:
         for node in nodes:
             node.kill()
-        existing = {line.split()[0] for line in _ip("netns", "list").splitlines()}
+        existing = {line.split()[0] for line in _run_ip("netns", "list").splitlines()}
         for space in [switch] + spaces:
             if space in existing:
-                _ip("netns", "delete", space)
+                _run_ip("netns", "delete", space)
 
 
 def require_namespaces(home: Path) -> None:
@@ -153,5 +153,5 @@ def require_namespaces(home: Path) -> None:
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
 
 
-def _ip(*args: str) -> str:
+def _run_ip(*args: str) -> str:
     return subprocess.run(["ip", *args], **_CAPTURED).stdout

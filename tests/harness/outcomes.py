@@ -73,7 +73,7 @@ def select_statistics(tensors: Tensors) -> Tensors:
     }
 
 
-def relative_distance(reference: Tensors, actual: Tensors, start: Tensors) -> float:
+def compute_relative_distance(reference: Tensors, actual: Tensors, start: Tensors) -> float:
     """The distance of `actual` from `reference`, as a share of the way from `start` to `reference`; 0 for
     the same bits.
     """
@@ -131,7 +131,9 @@ def assert_same_training(whole: Outcome, cut: Outcome, start: Tensors | None = N
         assert shapes[0] == shapes[1], file.name
         if start and file.stem != "optimizer" and expected.keys() <= start.keys():
             assert (
-                relative_distance(select_parameters(expected), select_parameters(actual), start)
+                compute_relative_distance(
+                    select_parameters(expected), select_parameters(actual), start
+                )
                 <= 1e-8
             ), file.name
             expected = select_statistics(expected)

@@ -66,7 +66,7 @@ class Processes:
             worker.join()
 
 
-def data_workers() -> list[multiprocessing.process.BaseProcess]:
+def list_data_workers() -> list[multiprocessing.process.BaseProcess]:
     """The data workers of this process, whose children `Processes` are as well."""
     return [
         child for child in multiprocessing.active_children() if child.name.startswith("_Worker")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness.debian import require_package
 from tests.harness.interrupted import Interrupted
-from tests.harness.launching import ROOT, Launcher, Started, free_port, small
+from tests.harness.launching import ROOT, Launcher, Started, add_small_defaults, find_free_port
 from tests.harness.outcomes import Outcome
 
 CLS = "recipes/cls.py"
@@ -53,7 +53,7 @@ def mpi(tmp_path_factory) -> dict[str, Mpi]:
 
 def build_argv(folder: Path, flags: str = "") -> list:
     run = ["--output_dir", folder.parent, "--name", folder.name]
-    return [CLS] + small(LENGTH + run + flags.split())
+    return [CLS] + add_small_defaults(LENGTH + run + flags.split())
 
 
 def read_result(folder: Path) -> tuple[list[float], bytes]:
@@ -92,7 +92,7 @@ def start(name: str, request, folder: Path) -> list[Started]:
     world = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(find_free_port()),
         "CUDA_VISIBLE_DEVICES": "",
     }
     return [python(argv, env=world | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
@@ -155,7 +155,7 @@ def test_the_configurations_of_vs_code_run_under_its_debugger(launch, tmp_path) 
     started = []
     for number, run in enumerate(runs):
         target = ["-m", run["module"]] if "module" in run else [run["program"]]
-        debugpy = ["-m", "debugpy", "--listen", f"127.0.0.1:{free_port()}"]
+        debugpy = ["-m", "debugpy", "--listen", f"127.0.0.1:{find_free_port()}"]
         argv = debugpy + [arg.replace("${file}", CLS) for arg in target + run["args"]]
         argv += LENGTH + ["--output_dir", tmp_path, "--name", f"vs{number}"]
         started.append(launch.start_python(argv))

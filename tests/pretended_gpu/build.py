@@ -32,7 +32,7 @@ STUBS = (
 )
 
 
-def why_not() -> str:
+def get_skip_reason() -> str:
     """The reason why this machine can't pretend GPUs; empty if it can."""
     if platform.system() != "Linux":
         return "GPUs can only be pretended on Linux"

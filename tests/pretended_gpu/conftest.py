@@ -11,7 +11,7 @@ import torch
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.forked import Forks
 from tests.harness.launching import ROOT, Launcher, Started
-from tests.pretended_gpu.build import build, why_not
+from tests.pretended_gpu.build import build, get_skip_reason
 from tests.pretended_gpu.run import run_in_fork
 
 
@@ -79,7 +79,7 @@ def gpus(launch: Launcher, tmp_path_factory) -> Gpus:
     scratch = tmp_path_factory.mktemp("gpus")
     if torch.cuda.is_available():
         return Gpus(launch, torch.cuda.device_count(), {"PYTHONPATH": str(ROOT)}, scratch)
-    reason = why_not()
+    reason = get_skip_reason()
     if reason:
         pytest.skip(reason)
     return Gpus(launch, 0, build(), scratch)

@@ -101,7 +101,7 @@ class Kernels(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operators on shards come here next
-        device = cuda_device(args, kwargs)
+        device = get_cuda_device(args, kwargs)
         if device is None or any(
             isinstance(x, FakeTensor) for x in tree.tree_leaves((args, kwargs))
         ):
@@ -179,7 +179,7 @@ def is_tensor(x: object) -> bool:
     return isinstance(x, torch.Tensor)
 
 
-def cuda_device(args: tuple, kwargs: dict) -> torch.device | None:
+def get_cuda_device(args: tuple, kwargs: dict) -> torch.device | None:
     """The device on which an operator computes; None for the CPU."""
     for x in tree.tree_leaves((args, kwargs)):
         if is_cuda(x):
@@ -294,7 +294,7 @@ def kernel(function: Callable) -> Callable:
     return function
 
 
-def per_channel(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def view_per_channel(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """[C] -> [1, C, 1 ...], for broadcasting with `like` [N, C, ...]."""
     return x.view([1, -1] + [1] * (like.dim() - 2))
 
@@ -340,11 +340,11 @@ def batch_norm_stats(x, eps):
 
 @kernel
 def batch_norm_elemt(x, weight, bias, mean, inverse_deviation, eps):
-    y = (widen(x) - per_channel(mean, x)) * per_channel(inverse_deviation, x)
+    y = (widen(x) - view_per_channel(mean, x)) * view_per_channel(inverse_deviation, x)
     if weight is not None:
-        y = y * per_channel(weight, x)
+        y = y * view_per_channel(weight, x)
     if bias is not None:
-        y = y + per_channel(bias, x)
+        y = y + view_per_channel(bias, x)
     return y
 
 
@@ -369,7 +369,7 @@ def batch_norm_backward_reduce(
     gradient, x, mean, inverse_deviation, weight, needs_input, needs_weight, needs_bias
 ):
     gradient = widen(gradient)
-    centred = widen(x) - per_channel(mean, x)
+    centred = widen(x) - view_per_channel(mean, x)
     total = gradient.sum(list_sample_dims(x))
     slope = (gradient * centred).sum(list_sample_dims(x))
     weight_gradient = slope * inverse_deviation
@@ -381,12 +381,12 @@ def batch_norm_backward_reduce(
 @kernel
 def batch_norm_backward_elemt(gradient, x, mean, inverse_deviation, weight, total, slope, counts):
     count = counts.sum()
-    centred = widen(x) - per_channel(mean, x)
-    slope = per_channel(slope / count * inverse_deviation.square(), x)
+    centred = widen(x) - view_per_channel(mean, x)
+    slope = view_per_channel(slope / count * inverse_deviation.square(), x)
     scale = inverse_deviation if weight is None else inverse_deviation * weight
-    return (widen(gradient) - per_channel(total / count, x) - centred * slope) * per_channel(
-        scale, x
-    )
+    return (
+        widen(gradient) - view_per_channel(total / count, x) - centred * slope
+    ) * view_per_channel(scale, x)
 
 
 def setup() -> None:

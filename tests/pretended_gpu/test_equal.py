@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
-from tests.harness.launching import small
+from tests.harness.launching import add_small_defaults
 from tests.harness.outcomes import Outcome, Tensors, identical
 from tests.recipes import copied
 from tests.recipes.test_layout import CHANGE, HEAD, KINDS
@@ -89,7 +89,7 @@ def build_argv(scenes, tmp_path_factory):
             argv += ["--data", scenes]
             argv += ["--levels", "3-7"] if name in TRANSFORMERS_FAMILIES else ["--long_side", 96]
         recipe = head if name == "head" else f"recipes/{task}.py"
-        return [recipe] + small(argv, task) + ["--output_dir", runs / device]
+        return [recipe] + add_small_defaults(argv, task) + ["--output_dir", runs / device]
 
     return build_argv
 

@@ -27,7 +27,7 @@ from accelerate.state import AcceleratorState
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common.distributed.collectives import leave_process_group
-from tests.harness.launching import small
+from tests.harness.launching import add_small_defaults
 from tests.harness.outcomes import read
 from tests.harness.several import load_recipe
 from tests.recipes.copied import CHANGES, copy
@@ -133,11 +133,11 @@ def count_waits(main: Callable[[], None]) -> list[Counter[str]]:
 
     def warned(message: Warning | str, *_) -> None:
         if counting and "synchronizing CUDA operation" in str(message):
-            counted[-1][f"{WAIT} {_place()}"] += 1
+            counted[-1][f"{WAIT} {_get_location()}"] += 1
 
     def heard(function: bytes) -> None:
         if counting:
-            counted[-1][f"{function.decode()} {_place()}"] += 1
+            counted[-1][f"{function.decode()} {_get_location()}"] += 1
 
     listen = getattr(ctypes.CDLL(None), "pretended_listen", lambda _: None)
     # Kept as long as the runtime may call it.
@@ -160,7 +160,7 @@ def count_waits(main: Callable[[], None]) -> list[Counter[str]]:
     )
 
 
-def _place() -> str:
+def _get_location() -> str:
     """The line of the recipe or of `common`, and of the library that it calls; in a backward pass
     the operator.
     """
@@ -193,7 +193,7 @@ def main(cases: dict[str, tuple], folder: Path) -> None:
         os.environ["ACCELERATE_MIXED_PRECISION"] = precision
         task = Path(recipe).stem
         flags = f"{_OF[task]} {flags} --output_dir {folder} --name {name}"
-        sys.argv = [str(recipe), *small(flags.split(), task)]
+        sys.argv = [str(recipe), *add_small_defaults(flags.split(), task)]
         results[name] = count_waits(load_recipe(Path(recipe)).main)
     (folder / f"WAITS.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(results))
     leave_process_group()

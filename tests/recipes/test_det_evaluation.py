@@ -28,7 +28,7 @@ from common.detection.export import build_export_config, export
 from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
 from common.run.eval_batches import EvalBatches
 from tests.harness.annotations import build_annotation, write_coco
-from tests.harness.launching import small
+from tests.harness.launching import add_small_defaults
 from tests.harness.outcomes import read
 from tests.harness.photographs import build_exif
 from tests.harness.several import load_recipe
@@ -91,7 +91,8 @@ class Case:
             f"--data {self.data}"
         )
         self.config = parse(
-            recipe.Config, small(args.replace("RF_DETR", f"{self.data}/rf_detr").split(), "det")
+            recipe.Config,
+            add_small_defaults(args.replace("RF_DETR", f"{self.data}/rf_detr").split(), "det"),
         )
         train, self.val = recipe.build_data(self.config)
         self.model = recipe.build_model(self.config, train.classes, torch.device("cpu"))
@@ -156,7 +157,7 @@ def test_the_limit_of_detections_follows_the_objects(tmp_path) -> None:
         ("fcos --max_detections 120", 120),
     ):
         flags = f"{FLAGS} --levels 3-5 --detector {flags} --data {tmp_path}"
-        config = parse(recipe.Config, small(flags.split(), "det"))
+        config = parse(recipe.Config, add_small_defaults(flags.split(), "det"))
         fields = get_identity(config)
         train, _ = recipe.build_data(config)
         model = recipe.build_model(config, train.classes, torch.device("cpu"))

@@ -48,7 +48,7 @@ def read_table(file: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(file.read_text().splitlines()))
 
 
-def top1_and_loss(file: Path) -> tuple[float, float]:
+def compute_top1_and_loss(file: Path) -> tuple[float, float]:
     rows = read_table(file)
     right = [row["predicted"] == row["label"] for row in rows]
     return sum(right) / len(rows), np.nanmean([float(row["loss"]) for row in rows])
@@ -57,11 +57,11 @@ def top1_and_loss(file: Path) -> tuple[float, float]:
 def test_predictions_are_of_the_weights_and_numbers_beside_them(run: Path, forks, tmp_path) -> None:
     """Of the moving average, whose numbers differ from those of the weights that it averages."""
     best = read(run / "best/results.json")
-    top1, loss = top1_and_loss(run / "best/predictions.csv")
+    top1, loss = compute_top1_and_loss(run / "best/predictions.csv")
     assert top1 == best["top1"] and loss == pytest.approx(best["loss"], abs=1e-6)
     assert abs(best["loss"] - best["raw_loss"]) > 1e-4 and best["broken"] > 0
     last = read_rows(run / "metrics.jsonl")[-1]
-    top1, loss = top1_and_loss(run / "predictions.csv")
+    top1, loss = compute_top1_and_loss(run / "predictions.csv")
     assert top1 == last["eval/ema_top1"] and loss == pytest.approx(last["eval/ema_loss"], abs=1e-6)
     for name, value in best["per_class"].items():
         assert best[f"accuracy_class/{name}"] == value
@@ -70,7 +70,7 @@ def test_predictions_are_of_the_weights_and_numbers_beside_them(run: Path, forks
     ended = forks(["--eval_only", run / "best"])
     assert ended.code == 0, ended
     report = run / "evaluation/best-held_out"
-    top1, loss = top1_and_loss(report / "predictions.csv")
+    top1, loss = compute_top1_and_loss(report / "predictions.csv")
     results = read(report / "results.json")
     assert top1 == results["top1"] and loss == pytest.approx(results["loss"], abs=1e-6)
     assert [row["path"] for row in read_table(report / "predictions.csv")] == [

@@ -39,13 +39,15 @@ IMAGES = {"cls": 23, "det": 7, "seg": 7}  # to evaluate on
 RECIPES = {name: load_recipe(ROOT / "recipes" / f"{name}.py") for name in SMALL}
 
 
-def opening(path: Path) -> str:
+def read_opening(path: Path) -> str:
     return re.match(r"(#.*\n)+", path.read_text()).group()
 
 
 def find_commands(path: Path) -> list[list[str]]:
     """The command lines of the opening comment, as words."""
-    return [shlex.split(line) for line in re.findall(r"#   (accelerate launch .*)", opening(path))]
+    return [
+        shlex.split(line) for line in re.findall(r"#   (accelerate launch .*)", read_opening(path))
+    ]
 
 
 def get_recipe(path: Path) -> str:
@@ -79,11 +81,11 @@ def test_a_preset_opens_with_its_commands_and_kind_of_figure(path, monkeypatch) 
     reported = "Reported by the source, not measured here: "
     kinds = re.findall(
         rf"^# (Expected: measured here: |Expected: no figure|{reported})",
-        opening(path),
+        read_opening(path),
         re.MULTILINE,
     )
     assert len(kinds) == 1
-    assert kinds != [reported] or re.search(r"arXiv:\d{4}\.\d{5}", opening(path)), (
+    assert kinds != [reported] or re.search(r"arXiv:\d{4}\.\d{5}", read_opening(path)), (
         "a reported result needs its source"
     )
     monkeypatch.chdir(ROOT)

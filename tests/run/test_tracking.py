@@ -15,7 +15,7 @@ import pytest
 
 from common.errors import Refused
 from common.run import tracking
-from tests.harness.launching import Launcher, free_port
+from tests.harness.launching import Launcher, find_free_port
 
 # Sends a row to W&B, which can't be reached.
 RUN = """
@@ -36,7 +36,7 @@ assert len(said) == 1 and "0.5 s" in said[0] and time.perf_counter() - began < 2
 
 @pytest.mark.alone
 def test_a_hanging_start_is_left_behind(launch: Launcher, tmp_path: Path) -> None:
-    nobody = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}"}
+    nobody = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{find_free_port()}"}
     began = time.monotonic()
     ended = launch.start_python(["-c", RUN, tmp_path], env=nobody).finish()
     assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", ""), ended

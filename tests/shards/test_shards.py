@@ -39,7 +39,7 @@ from common.shards.source import Shards, share_blocks
 from tests.harness.disks import disk
 from tests.harness.odd_files import bounded
 from tests.harness.photographs import encode
-from tests.harness.processes import data_workers
+from tests.harness.processes import list_data_workers
 from tests.harness.range_server import RangeServer
 from tests.harness.shards import (
     COUNTS,
@@ -564,7 +564,7 @@ def test_a_shard_that_changes_ends_the_run_in_one_line(workers, monkeypatch):
         with pytest.raises(Refused) as changed:
             wait()
         assert str(changed.value) == "a.tar: byte 512: it has changed"
-    children = data_workers()
+    children = list_data_workers()
     # Not those of other tests.
     monkeypatch.setattr(multiprocessing, "active_children", lambda: children)
     loader_workers.stop_workers()  # torch would wait for them

@@ -13,7 +13,7 @@ import torch
 
 from common.errors import Refused
 from common.launching.launchers import Launch
-from tests.harness.launching import free_port
+from tests.harness.launching import find_free_port
 from tests.harness.runs import start_tool
 from tests.harness.waiting import Limit
 from tools.doctor import rehearsal
@@ -93,7 +93,7 @@ def test_a_check_that_fails_on_one_rank_keeps_no_other(launch, tmp_path) -> None
     hung = tmp_path / "hung.json"
     script.write_text(FAULTY)
     dying = launch.start("multi_cpu", [script, "--json", dead, "dies"])
-    port = free_port()
+    port = find_free_port()
     one_machine = {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     started = [dying]
     for rank in range(2):
@@ -126,11 +126,11 @@ def test_a_check_that_fails_on_one_rank_keeps_no_other(launch, tmp_path) -> None
 
 
 def test_processes_that_can_not_meet_say_who_waits_for_what(launch, tmp_path) -> None:
-    port = free_port()
+    port = find_free_port()
     files = [tmp_path / f"{rank}.json" for rank in range(2)]
     argv = ["-m", "tools.doctor", "--wait", 1, "--only", "launch,network", "--json"]
     # Nobody listens at the second's port.
-    ports = (free_port(), port)
+    ports = (find_free_port(), port)
     started = [
         launch.start_python(argv + [files[rank]], env=build_environment(rank, 2, ports[rank]))
         for rank in range(2)

@@ -22,7 +22,7 @@ def run(*argv: object) -> None:
     subprocess.run(list(map(str, argv)), check=True, capture_output=True, text=True)
 
 
-def summary(rows: dict[tuple[str, str], dict], status: str) -> dict[str, str]:
+def read_summary(rows: dict[tuple[str, str], dict], status: str) -> dict[str, str]:
     """Place and text of the rows of a status, by check."""
     return {
         check: f"{location}: {row['measured']}"
@@ -47,7 +47,7 @@ def test_a_slow_link_and_an_odd_mtu_are_named(nodes: Callable[..., list[Node]], 
         done[0].stdout + done[0].stderr + done[1].stderr
     )
     rows = read_findings(file)
-    failed, warned, good = (summary(rows, status) for status in ("failed", "warning", "ok"))
+    failed, warned, good = (read_summary(rows, status) for status in ("failed", "warning", "ok"))
     assert not failed and warned["network: MTU"] == "node1: MTU 1400 instead of 1500"
     links = [
         row

@@ -106,7 +106,7 @@ def build_random_detector(family: str) -> tuple[Detector, BoxAugmentation]:
     return detector.eval(), BoxAugmentation(0, (side,), 256, square=family in TRANSFORMERS_FAMILIES)
 
 
-def evaluated(
+def evaluate_by_recipe(
     detector: Detector, plain: BoxAugmentation, source: Photographs
 ) -> list[dict[str, np.ndarray]]:
     """What the recipe's evaluation finds in each image."""
@@ -145,7 +145,7 @@ def detect(module: torch.nn.Module, pixels: np.ndarray) -> dict[str, np.ndarray]
 def check_photographs(detector: Detector, plain: BoxAugmentation, sessions: dict) -> None:
     """Compare what `sessions` {name: (session, largest difference in pixels)} find with the evaluation."""
     source = Photographs()
-    expected = evaluated(detector, plain, source)
+    expected = evaluate_by_recipe(detector, plain, source)
     sure = [
         int((detections["scores"] > detections["scores"].min(initial=1) + MAX_SCORE_CHANGE).sum())
         for detections in expected
@@ -203,11 +203,11 @@ def test_a_picture_may_show_one_object_or_none(family, thorough, tmp_path) -> No
     detector, plain = build_random_detector(family)
     source = Photographs()
     scores = np.concatenate(
-        [detections["scores"] for detections in evaluated(detector, plain, source)]
+        [detections["scores"] for detections in evaluate_by_recipe(detector, plain, source)]
     )
     # Only the best detection of all is left.
     detector.score_threshold = float(np.sort(scores)[-2:].mean())
-    expected = evaluated(detector, plain, source)
+    expected = evaluate_by_recipe(detector, plain, source)
     assert sorted(len(detections["scores"]) for detections in expected) == [0] * 7 + [1]
     outputs = list_outputs(family)
     for name in EVERYWHERE if thorough else ["torch_export"]:

@@ -20,7 +20,7 @@ def read_report(folder: Path) -> dict:
     return read(folder / "results.json")
 
 
-def printed(ended) -> dict:
+def read_printed(ended) -> dict:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
@@ -68,7 +68,7 @@ def test_a_report_has_the_numbers_of_the_run_and_of_any_layout(run, reported, fo
     assert drawn == {"confusion.png", "mistakes.png", "reliability.png"}
     assert drawn < {path.name for path in (run / "pictures").iterdir()}
 
-    alone = printed(forks(["--eval_only", run / "best", "--workers", 0]))
+    alone = read_printed(forks(["--eval_only", run / "best", "--workers", 0]))
     second_report = read_report(run / "evaluation/best-held_out")
     assert second_report.pop("loss") == pytest.approx(report.pop("loss"), rel=1e-6)
     assert second_report == report and alone["thresholds"] == report["thresholds"]
@@ -126,7 +126,7 @@ def test_each_part_and_each_setting_has_a_report_of_its_own(
 ) -> None:
     report = parse_report(on_parts[name])
     evaluated = read_report(report)["evaluated"]
-    assert printed(on_parts[name])["top1"] == read_report(report)["top1"]
+    assert read_printed(on_parts[name])["top1"] == read_report(report)["top1"]
     assert report.name.startswith(start)
     assert (evaluated["part"], evaluated["config"]["image_size"]) == (part, size)
 
@@ -144,7 +144,7 @@ def test_reports_stand_with_the_run_or_where_they_are_asked_for(on_parts) -> Non
 
 def test_an_evaluation_without_a_report_has_its_numbers(on_parts) -> None:
     """One that is not asked for, or can't be written."""
-    assert printed(on_parts["dry"])["top1"] == printed(on_parts["copy"])["top1"]
+    assert read_printed(on_parts["dry"])["top1"] == read_printed(on_parts["copy"])["top1"]
     assert not (on_parts["run"].folder.parent / "dry").exists()
     nowhere = on_parts["nowhere"]
     assert nowhere.outcome == "ok" and "can't be written (" in nowhere.stdout
@@ -161,7 +161,7 @@ def test_two_ranks_leave_the_report_of_a_detector(
 ) -> None:
     run = copy_run(trained_detector, tmp_path / "run")
     argv = ["recipes/det.py", "--eval_only", run / "best", "--data", scenes, "--split", "train"]
-    of_two = printed(run_several(2, {"two": argv}, pictures=True)["two"])
+    of_two = read_printed(run_several(2, {"two": argv}, pictures=True)["two"])
     (folder,) = (run / "evaluation").iterdir()
     report = read_report(folder)
     assert {path.stem for path in (folder / "pictures").iterdir()} == PICTURES

@@ -31,7 +31,7 @@ def write(file: Path, content: str | bytes) -> Path:
     return file
 
 
-def scenes(
+def write_scenes(
     folder: Path,
     labels: Path | None = None,
     num_images: int = 4,
@@ -282,7 +282,7 @@ def make_coco(root: Path, json_name: str, images: str) -> None:
 
 
 def make_voc(folder: Path, annotations: str, images: str) -> None:
-    scenes(
+    write_scenes(
         folder / images,
         folder / annotations,
         suffix=".xml",
@@ -292,7 +292,7 @@ def make_voc(folder: Path, annotations: str, images: str) -> None:
 
 def make_mixed(root: Path, *parts: str, names: str = "classes.txt") -> None:
     for part in parts:
-        scenes(root / part)
+        write_scenes(root / part)
         write(root / part / names, "cat\n")
 
 
@@ -339,7 +339,7 @@ def test_layouts_of_tools_are_read(tmp_path, name):
 
 
 def test_the_folder_of_cvat_is_read(tmp_path):
-    scenes(tmp_path / "obj_train_data")
+    write_scenes(tmp_path / "obj_train_data")
     write(tmp_path / "obj.names", "cat\n")
     write(
         tmp_path / "obj.data",
@@ -360,7 +360,7 @@ def test_the_folder_of_cvat_is_read(tmp_path):
 def test_a_folder_with_metadata_is_read(tmp_path):
     objects = {"bbox": [[10, 9, 10, 6]], "categories": [0]}
     for part in ("train", "validation"):
-        scenes(tmp_path / part, tmp_path / "other")
+        write_scenes(tmp_path / part, tmp_path / "other")
         rows = [
             json.dumps({"file_name": f"{number}.jpg", "objects": objects}) for number in range(4)
         ]

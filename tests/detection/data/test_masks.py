@@ -19,7 +19,7 @@ HEIGHT = 30
 IMAGES = [{"id": 5, "file_name": "5.jpg", "width": WIDTH, "height": HEIGHT}]
 
 
-def written(root, segmentations, orientation=1, boxes=None):
+def write_masks(root, segmentations, orientation=1, boxes=None):
     """A data set of one image with a box for each segmentation, to train and to evaluate on."""
     boxes = boxes or [[2, 3, 30, 20]] * len(segmentations)
     objects = [
@@ -41,7 +41,7 @@ def draw_blob(seed=0):
     return (np.random.default_rng(seed).random((HEIGHT, WIDTH)) < 0.3).astype(np.uint8)
 
 
-def runs(mask):
+def encode_runs(mask):
     flat = mask.T.flatten()
     edges = np.flatnonzero(np.diff(flat)) + 1
     lengths = np.diff([0, *edges, flat.size]).tolist()
@@ -58,8 +58,8 @@ def test_outlines_become_the_masks_of_pycocotools(tmp_path, monkeypatch):
         coco_files, "_read_slowly", lambda *_: pytest.fail("Python's reader: minutes for COCO")
     )
     packed = pycoco.encode(np.asfortranarray(draw_blob()))
-    listed = {"counts": runs(draw_blob(1)), "size": [HEIGHT, WIDTH]}
-    source = written(
+    listed = {"counts": encode_runs(draw_blob(1)), "size": [HEIGHT, WIDTH]}
+    source = write_masks(
         tmp_path, [POLYGONS, listed, packed | {"counts": packed["counts"].decode()}, POLYGONS[:1]]
     )
     masks = source.load_sample(0, 0).masks
@@ -83,8 +83,8 @@ def test_outlines_become_the_masks_of_pycocotools(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_masks_turn_with_their_image(tmp_path, orientation):
-    source = written(
-        tmp_path, [{"counts": runs(draw_blob()), "size": [HEIGHT, WIDTH]}, None], orientation
+    source = write_masks(
+        tmp_path, [{"counts": encode_runs(draw_blob()), "size": [HEIGHT, WIDTH]}, None], orientation
     )
     drawn = tmp_path / "mask.png"
     exif = Image.Exif()
@@ -132,7 +132,7 @@ def test_outlines_of_2000_images_take_their_own_bytes(tmp_path):
 
 
 def test_what_can_not_be_drawn_is_counted_and_its_box_stands_in(tmp_path):
-    source = written(tmp_path, [*BAD.values(), POLYGONS])
+    source = write_masks(tmp_path, [*BAD.values(), POLYGONS])
     message = "boxes have no outline that can be drawn, and their box stands in"
     assert (
         f"{len(BAD)} of {len(BAD) + 1} {message}" in source.notes[-1]
@@ -147,21 +147,21 @@ def test_what_can_not_be_drawn_is_counted_and_its_box_stands_in(tmp_path):
 
 
 def test_data_without_outlines_are_refused(tmp_path):
-    source = written(tmp_path, [POLYGONS, {"counts": "04", "size": [HEIGHT, WIDTH]}])
+    source = write_masks(tmp_path, [POLYGONS, {"counts": "04", "size": [HEIGHT, WIDTH]}])
     with pytest.raises(BrokenImage, match="outline that can't be drawn"):
         source.load_sample(0, 0)
     with pytest.raises(Refused, match="none of its 2 objects has an outline"):
-        written(tmp_path, [None, None])
+        write_masks(tmp_path, [None, None])
     with pytest.raises(Refused, match=r"boxes without outlines.*give one"):
         load(Spec(str(write_yolo(tmp_path / "yolo")), seed=0, val_share=0.2, masks=True))
 
 
 def test_outlines_follow_their_boxes_and_make_the_fingerprint(tmp_path):
     boxes = [[2, 3, 30, 20], [50, 3, 0, 5], [1, 1, 9, 9]]  # one without an area, which is left out
-    source = written(tmp_path, [POLYGONS, POLYGONS[:1], POLYGONS[1:]], boxes=boxes)
+    source = write_masks(tmp_path, [POLYGONS, POLYGONS[:1], POLYGONS[1:]], boxes=boxes)
     assert len(source.boxes) == len(source.masks.shapes) == 2
     assert source.load_sample(0, 0).masks[1].any(0).nonzero()[0].min() == 25
     twice = source.select(np.array([0, 0]))
     assert len(twice.masks.shapes) == 4 and twice.build_rles(1) == source.build_rles(0)
-    other_file = written(tmp_path, [POLYGONS, POLYGONS[:1], POLYGONS[:1]], boxes=boxes)
+    other_file = write_masks(tmp_path, [POLYGONS, POLYGONS[:1], POLYGONS[:1]], boxes=boxes)
     assert source.fingerprint != other_file.fingerprint

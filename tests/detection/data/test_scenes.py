@@ -12,7 +12,7 @@ def is_same(left, right) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def shown(sample):
+def render(sample):
     """As `Scenes.scene` gives it."""
     return sample.image.decode().permute(1, 2, 0).numpy(), sample.boxes, sample.labels
 
@@ -27,10 +27,12 @@ def test_scenes_vary_in_training_and_are_fixed_in_evaluation():
         for position in (0, 7, 10**12)
     ]
     assert train.load_sample(3, 7).size.tolist() == [scenes.SIDE] * 2
-    assert len(set(shows)) == 6 and is_same(shown(train.load_sample(3, 7)), train.draw_scene(7)[:3])
+    assert len(set(shows)) == 6 and is_same(
+        render(train.load_sample(3, 7)), train.draw_scene(7)[:3]
+    )
     assert len(val) == 256 and val.fingerprint == fixed.fingerprint != train.fingerprint
     assert is_same(
-        shown(val.load_sample(9, position=0)), shown(fixed.load_sample(9, position=12345))
+        render(val.load_sample(9, position=0)), render(fixed.load_sample(9, position=12345))
     )
     rows = slice(val.offsets[9], val.offsets[10])
     assert is_same((val.boxes[rows], val.labels[rows]), val.load_sample(9, 0)[1:3])

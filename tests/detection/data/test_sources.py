@@ -205,7 +205,7 @@ def test_images_of_a_group_are_on_one_side(tmp_path):
     assert (
         not set(train.image_ids % 8) & set(val.image_ids % 8) and len(val) == 6 and not train.notes
     )
-    root = saved(
+    root = save_table(
         tmp_path / "table", build_table([[[0, 0, 9, 9]]] * 24, video=[n % 8 for n in range(24)])
     )
     train, val = read(root, box_format="xywh", group_column="video")
@@ -546,7 +546,7 @@ def build_table(
     return dataset
 
 
-def saved(root: Path, train: datasets.Dataset, val: datasets.Dataset | None = None) -> Path:
+def save_table(root: Path, train: datasets.Dataset, val: datasets.Dataset | None = None) -> Path:
     datasets.DatasetDict({"train": train} | ({"validation": val} if val else {})).save_to_disk(root)
     return root
 
@@ -554,7 +554,7 @@ def saved(root: Path, train: datasets.Dataset, val: datasets.Dataset | None = No
 @pytest.mark.parametrize("shape", ["struct", "list"])
 def test_objects_become_columns_in_either_shape(tmp_path, shape):
     train, val = read(
-        saved(
+        save_table(
             tmp_path / "t",
             build_table(shape=shape, image_id=[9, 7, 5, 3]),
             build_table(shape=shape),
@@ -578,7 +578,7 @@ def test_objects_become_columns_in_either_shape(tmp_path, shape):
         "the boxes can only be xywh" in train.notes[0]
         and train.get_name(2) == f"{tmp_path}/t train[2]"
     )
-    train, val = read(saved(tmp_path / "one", build_table(shape=shape)), val_share=0.5, seed=2)
+    train, val = read(save_table(tmp_path / "one", build_table(shape=shape)), val_share=0.5, seed=2)
     assert len(train) == len(val) == 2
     assert np.array_equal(
         get_boxes(val, 1), [[*b[:2], b[0] + b[2], b[1] + b[3]] for b in XYWH[val.images.rows[1]]]
@@ -588,9 +588,9 @@ def test_objects_become_columns_in_either_shape(tmp_path, shape):
 def test_boxes_are_read_in_the_only_format_or_the_named_one(tmp_path):
     corners = [[[20, 10, 35, 20]], [[1, 2, 30, 30]]]
     either = [[[2, 3, 5, 6]], [[2, 3, 9, 9]]]
-    train, _ = read(saved(tmp_path / "xyxy", build_table(corners), build_table(corners)))
+    train, _ = read(save_table(tmp_path / "xyxy", build_table(corners), build_table(corners)))
     assert get_boxes(train, 0) == corners[0] and "the boxes can only be xyxy" in train.notes[0]
-    saved(tmp_path / "either", build_table(either), build_table(either))
+    save_table(tmp_path / "either", build_table(either), build_table(either))
     for name, expected in {
         "xywh": [2, 3, 7, 9],
         "xyxy": [2, 3, 5, 6],
@@ -605,12 +605,12 @@ def test_boxes_are_read_in_the_only_format_or_the_named_one(tmp_path):
 def test_classes_without_names_are_those_found(tmp_path):
     labels = [["owl", "ant"], [], ["ant"], ["ant"]]
     text = [build_table(label=datasets.Value("string"), labels=labels) for _ in range(2)]
-    train, _ = read(saved(tmp_path / "text", *text))
+    train, _ = read(save_table(tmp_path / "text", *text))
     assert train.classes == ("ant", "owl") and train.labels.tolist() == [1, 0, 0, 0]
     numbers = [
         build_table(label=datasets.Value("int64"), labels=[[8, 3], [], [3], [3]]) for _ in range(2)
     ]
-    train, _ = read(saved(tmp_path / "numbers", *numbers))
+    train, _ = read(save_table(tmp_path / "numbers", *numbers))
     assert train.classes == ("3", "8") and train.category_ids.tolist() == [3, 8]
 
 
@@ -633,12 +633,12 @@ def write_annotations(root, make, name, text):
 
 def store_table(root, val=None, **columns):
     dataset = build_table(**columns)
-    return saved(root, dataset, val or dataset)
+    return save_table(root, dataset, val or dataset)
 
 
 def write_two_columns(root):
     dataset = build_table()
-    return saved(
+    return save_table(
         root, dataset.add_column("more", dataset["objects"][:], feature=dataset.features["objects"])
     )
 
@@ -758,7 +758,7 @@ BAD = [
     ),
     (partial(write_yolo, content={"train": "labels/train", "names": ["a"]}), "no images in train"),
     (
-        lambda root: saved(root, build_table().remove_columns("objects")),
+        lambda root: save_table(root, build_table().remove_columns("objects")),
         "no column with boxes and their classes",
     ),
     (
@@ -793,7 +793,7 @@ def test_flags_that_do_not_fit_the_data_are_refused(tmp_path):
         tmp_path / "few", val_share=0.01
     )
     assert "is no table, so leave out" in read_refusal(tmp_path / "few", box_format="xywh")
-    saved(tmp_path / "table", build_table(), build_table())
+    save_table(tmp_path / "table", build_table(), build_table())
     assert "--objects_column things: is no column of" in read_refusal(
         tmp_path / "table", objects_column="things"
     )

@@ -28,11 +28,11 @@ def build(family, classes, **options):
 
 def make(family):
     """A small detector that has moved off its initial weights, where many scores are alike."""
-    return copy.deepcopy(_made(family))
+    return copy.deepcopy(_build(family))
 
 
 @functools.cache
-def _made(family):
+def _build(family):
     options = {"hidden": 64} if "rcnn" in family else {}
     options |= {"mask_width": 16} if family == "mask_rcnn" else {}
     detector = build(family, CLASSES, seed=1, **options)
