@@ -184,10 +184,10 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
 
     run_several(2, {"a": ["--model", "test_vit"]}, recipe="recipes/cls.py") -> {"a": Outcome}. A
     case's run folder is <output_dir>/<its name>; without --output_dir it is in a new temporary
-    folder. Pictures are drawn only if asked for. A run has the settings of a small one, but with `as_typed`: that one
-    has no tracker and no data workers unless it says so. An unexpected error in any case fails the
-    test. The ranks are forks, which start much sooner than a launch; `run_main` takes the forks of
-    another server.
+    folder. Pictures are drawn only if asked for. A run has the settings of a small one, but with
+    `as_typed`: that one has no tracker and no data workers unless it says so. An unexpected error
+    in any case fails the test. The ranks are forks, which start much sooner than a launch;
+    `run_main` takes the forks of another server.
     """
 
     def run(
