@@ -43,7 +43,7 @@ class Scenes(Dataset):
         return 2**62  # scenes are drawn on access
 
     def __getitem__(self, index: int):
-        image, boxes, labels, _ = self.source.scene(index)
+        image, boxes, labels, _ = self.source.draw_scene(index)
         boxes = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=image.shape[:2])
         image, boxes = self.transform(image, boxes)
         crowd = torch.zeros(len(labels), dtype=torch.bool)
