@@ -45,10 +45,16 @@ class Config(OptimizationConfig, RunConfig):
         is_common=True,
     )
     """A folder with images/ and masks/ (or annotations/) of class ids, with train/ and val/ or
-    without; a Pascal VOC, ADE20K, Cityscapes or COCO folder; or digits: scenes of them."""
+    without; a Pascal VOC, ADE20K, Cityscapes or COCO folder; a Hugging Face data set, Parquet or
+    CSV with a column of images and one of masks; or digits: scenes of them."""
     ignore_zero: bool = option(False, reads_data=True, is_common=True)
-    """Masks in files: 0 means no label, and 1 is the first class, as in ADE20K. 255 always means
-    no label."""
+    """Masks: 0 means no label, and 1 is the first class, as in ADE20K. 255 means no label, too; where
+    it is a class, 65535."""
+    mask_column: str = option("", is_new=True, reads_data=True)
+    """Tables: column of the masks (default: the one of images named mask, label, annotation, seg or gt)."""
+    class_names: str = path_option("", is_new=True, reads_data=True)
+    """Tables: a file with the names of the classes, one per line in the order of the ids, or JSON
+    (default: classes.txt or classes.json beside the table)."""
     model: str = path_option("convnext_atto", heading="model", is_common=True)
     """Backbone: a timm model, hf-hub:owner/name, or a local timm folder."""
     pretrained: bool = option(False, is_weights=True, is_common=True)

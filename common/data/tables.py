@@ -5,6 +5,7 @@ The columns of images and labels are found by their types, and classes are read 
 
 import glob
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _MAX_NAMES = 20  # of columns, in a message
 _NUM_SAMPLE_ROWS = 1000  # that show which columns name files
+_MASK_NAME = re.compile("mask|label|annotation|seg|(?<![a-z])gt(?![a-z])", re.IGNORECASE)
 _BINARY_VALUES = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 
 
@@ -56,9 +58,11 @@ class Split:
     def __len__(self) -> int:
         return self.rows.num_rows
 
-    def find_columns(self, is_kind: Callable[[pa.DataType], bool]) -> list[str]:
-        """The columns of types for which `is_kind` is true."""
-        return [name for name, kind in self.kinds.items() if is_kind(kind)]
+    def find_columns(
+        self, is_kind: Callable[[pa.DataType], bool], used: Sequence[str] = ()
+    ) -> list[str]:
+        """The columns of types for which `is_kind` is true, without those that are `used` otherwise."""
+        return [name for name, kind in self.kinds.items() if is_kind(kind) and name not in used]
 
     @cached_property
     def file_columns(self) -> set[str]:
@@ -117,7 +121,7 @@ class Split:
         if not files:
             return ids
         start, suffix = files[0].rsplit(first, 1)
-        self.notes = (f"images: {start}*{suffix}",)
+        self.notes += (f"images: {start}*{suffix}",)
         return pc.binary_join_element_wise(start, ids, suffix, "")
 
 
@@ -159,22 +163,39 @@ def format_names(names: Iterable[str]) -> str:
 # ---- columns
 
 
-def find_image_column(split: Split, requested: str) -> str:
-    """The column `requested`, or the only one that has images, or that could have images."""
+def find_image_column(split: Split, requested: str, *used: str) -> str:
+    """The column `requested`, or the only one that has images, or that could have images.
+
+    A column that is `used` otherwise is not found. Raises `Refused`.
+    """
     from datasets import Image
 
-    images = [name for name, feature in split.features.items() if isinstance(feature, Image)]
-    binary = split.find_columns(is_bytes)
-    texts = split.find_columns(is_text)
-    integers = split.find_columns(pa.types.is_integer)  # ids, as of Kaggle
+    possible = split.find_columns(_may_have_images, used)
+    images = [name for name in possible if isinstance(split.features[name], Image)]
+    binary = split.find_columns(is_bytes, used)
     if images:
         likely = images
     elif binary:
         likely = binary
     else:
-        likely = [name for name in texts if name in split.file_columns]
-    possible = images + binary + texts + integers
-    return _choose_column(split, "image", requested, likely, possible, split.kinds)
+        likely = [name for name in possible if name in split.file_columns]
+    return _choose_column(split, "image", requested, likely, possible)
+
+
+def find_mask_column(split: Split, requested: str) -> str:
+    """The column `requested`, or the only one of images or their files that has the name of masks.
+
+    Raises `Refused`.
+    """
+    likely = split.find_columns(is_bytes) + sorted(split.file_columns)
+    likely = [name for name in likely if _MASK_NAME.search(name)]
+    possible = split.find_columns(_may_have_images)
+    return _choose_column(split, "mask", requested, likely, possible)
+
+
+def _may_have_images(kind: pa.DataType) -> bool:
+    """True for bytes, paths and ids, as of Kaggle."""
+    return is_bytes(kind) or is_text(kind) or pa.types.is_integer(kind)
 
 
 def find_label_columns(split: Split, requested: str, *used: str) -> tuple[str, ...]:
@@ -206,18 +227,18 @@ def find_label_columns(split: Split, requested: str, *used: str) -> tuple[str, .
         likely = [name for name in ids if name not in split.file_columns]
     if not likely:
         likely = numeric
-    return (_choose_column(split, "label", requested, likely, ids + numeric, kinds),)
+    return (_choose_column(split, "label", requested, likely, ids + numeric),)
 
 
 def _choose_column(
-    split: Split, what: str, requested: str, likely: list[str], possible: list[str], kinds: dict
+    split: Split, what: str, requested: str, likely: list[str], possible: list[str]
 ) -> str:
     """The column `requested`, if it is one of `possible`, or the only one of `likely`."""
-    columns = format_names(f"{name} ({kind})" for name, kind in kinds.items())
+    columns = format_names(f"{name} ({kind})" for name, kind in split.kinds.items())
     if requested:
         if requested in possible:
             return requested
-        problem = f"can't be the {what} column" if requested in kinds else "is no column"
+        problem = f"can't be the {what} column" if requested in split.kinds else "is no column"
         raise Refused(
             f"--{what}_column {requested}: {problem} of --data {split.data}, which has {columns}"
         )
@@ -310,20 +331,25 @@ def read_tables(
     classes, labels_by_split = read_labels(splits, columns, min_classes)
     tables = []
     for split, labels in zip(splits, labels_by_split, strict=True):
-        images = split.select_images(image)
-        table = Table(
-            column=images,
-            rows=np.arange(len(split)),
-            title=split.title,
-            folder=split.folder,
-            sizes=_read_file_sizes(images, split.folder),
-            labels=labels,
-            classes=classes,
-            groups=read_groups(split, group_column),
-            notes=split.notes,
-        )
-        tables.append(table)
+        table = read_images(split, image, group_column)
+        tables.append(replace(table, labels=labels, classes=classes))
     return tables
+
+
+def read_images(split: Split, column: str, group_column: str = "") -> Table:
+    """The images of a column, without labels. Raises `Refused`."""
+    images = split.select_images(column)
+    return Table(
+        column=images,
+        rows=np.arange(len(split)),
+        title=split.title,
+        folder=split.folder,
+        sizes=_read_file_sizes(images, split.folder),
+        labels=np.zeros(len(split), np.int64),
+        classes=(),
+        groups=read_groups(split, group_column),
+        notes=split.notes,
+    )
 
 
 def check_group(split: Split, column: str) -> None:

@@ -24,7 +24,7 @@ from common.segmentation.export import export_segmenter
 from common.segmentation.masks import IGNORED
 from common.segmentation.models import Segmenter
 from common.segmentation.source import Masked
-from common.segmentation.sources import load_checked_mask
+from common.segmentation.sources import load_checked_mask, load_checked_picture
 from common.training import defaults, drop_path
 
 
@@ -216,15 +216,10 @@ class EvalDataset(Dataset):
         (index,) = np.asarray(indices).tolist()
         broken: tuple[str, ...] = ()
         labels = load_checked_mask(self.source, index)
-        decode = partial(self._decode, index)
+        decode = partial(self._decode, index, labels)
         try:
             image = self.cache.get(index, decode) if self.cache else decode()
             height, width = image.shape[1:]
-            if not self.short_side and (height, width) != labels.shape:
-                raise Refused(
-                    f"{self.source.get_name(index)}: is {width} x {height} pixels large, its mask "
-                    f"{labels.shape[1]} x {labels.shape[0]}; make them equal"
-                )
         except BrokenImage as error:
             broken = (f"{self.source.get_name(index)}: {error}",)
             image = torch.zeros(3, 1, 1, dtype=torch.uint8)
@@ -243,9 +238,9 @@ class EvalDataset(Dataset):
             broken=broken,
         )
 
-    def _decode(self, index: int) -> torch.Tensor:
-        """uint8[3, H, W]. Raises `BrokenImage`."""
-        image = self.source.load_picture(index).decode()
+    def _decode(self, index: int, mask: np.ndarray) -> torch.Tensor:
+        """uint8[3, H, W]. Raises `BrokenImage`, or `Refused` if the mask has another size."""
+        image = load_checked_picture(self.source, index, mask).decode()
         if not self.short_side:
             return image
         height, width = image.shape[1:]

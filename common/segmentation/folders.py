@@ -3,21 +3,23 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from common.data.images import has_image_suffix
 from common.data.notes import Notes
-from common.data.source import encode_paths
+from common.data.source import Files, encode_paths
 from common.data.splits import get_split_kind
 from common.errors import Refused, describe_error
 from common.files import MEDIUM, get_file_sizes, read_text, walk
-from common.segmentation.source import MaskFiles
+from common.segmentation.masks import IGNORED
+from common.segmentation.source import MaskedImages
 
 _IMAGE_FOLDERS = ("images", "imgs", "image", "img")
 _MASK_FOLDERS = ("masks", "annotations", "mask", "labels", "SegmentationClass")
+_CLASS_FILES = ("classes.txt", "classes.json", "objectInfo150.txt")  # the last is ADE20K's
 _NUM_NAMED = 3  # files in a message
 # Everingham et al., "The Pascal Visual Object Classes Challenge", 2010.
 _VOC_CLASSES = (
@@ -68,8 +70,7 @@ class MaskFolder:
 
     splits: dict[str, Split]
     classes: tuple[str, ...]
-    id_map: tuple[int, ...] = ()  # see `MaskFiles`
-    split_texts: dict[str, str] = field(default_factory=dict)  # how messages call the splits
+    id_map: tuple[int, ...] = ()  # see `MaskedImages`
 
 
 def find_folder(root: Path) -> MaskFolder | None:
@@ -79,14 +80,7 @@ def find_folder(root: Path) -> MaskFolder | None:
     ImageSets/Segmentation/), or images/ and masks/ (or annotations/), with train/ and val/ below or
     above them, or without.
     """
-    folder = _find_cityscapes(root) or _find_voc(root) or _find_pairs(root)
-    if folder is None:
-        return None
-    split_texts = {}
-    for name, split in folder.splits.items():
-        where = split.list_file or split.images
-        split_texts[name] = os.path.relpath(where, root)
-    return replace(folder, split_texts=split_texts)
+    return _find_cityscapes(root) or _find_voc(root) or _find_pairs(root)
 
 
 def _find_cityscapes(root: Path) -> MaskFolder | None:
@@ -101,7 +95,7 @@ def _find_cityscapes(root: Path) -> MaskFolder | None:
                 folder, masks / folder.name, "_leftImg8bit", "_gtFine_labelIds"
             )
     class_ids = {number: i for i, number in enumerate(_CITYSCAPES_IDS.values())}
-    id_map = tuple(class_ids.get(number, 255) for number in range(35))
+    id_map = tuple(class_ids.get(number, IGNORED) for number in range(35))
     return MaskFolder(splits, tuple(_CITYSCAPES_IDS), id_map)
 
 
@@ -119,7 +113,7 @@ def _find_voc(root: Path) -> MaskFolder | None:
         # Only some of VOC's images have masks.
         stems = tuple(sorted(file.stem for file in masks.glob("*.png")))
         splits = {"train": Split(images, masks, stems=stems)}
-    return MaskFolder(splits, _read_class_names(root) or tuple(_VOC_CLASSES))
+    return MaskFolder(splits, read_class_names(root, _VOC_CLASSES))
 
 
 def _find_pairs(root: Path) -> MaskFolder | None:
@@ -141,13 +135,7 @@ def _find_pairs(root: Path) -> MaskFolder | None:
                 splits[folder.name] = Split(images, masks)
     if not splits:
         return None
-    classes = _read_class_names(root)
-    if not classes:
-        raise Refused(
-            f"--data {root}: the classes of the masks have no names; write {root / 'classes.txt'}, a "
-            "name per line in the order of the ids (or classes.json, a list of names)"
-        )
-    return MaskFolder(splits, classes)
+    return MaskFolder(splits, read_class_names(root))
 
 
 def _find_subfolder(root: Path, names: Sequence[str]) -> Path | None:
@@ -157,20 +145,27 @@ def _find_subfolder(root: Path, names: Sequence[str]) -> Path | None:
     return None
 
 
-def _read_class_names(root: Path) -> tuple[str, ...]:
-    """Names by class id from classes.txt, classes.json or ADE20K's objectInfo150.txt; else none."""
-    names: list[str] = []
-    text_file = root / "classes.txt"
-    json_file = root / "classes.json"
-    table_file = root / "objectInfo150.txt"
-    if text_file.is_file():
-        lines = read_text(text_file, MEDIUM).splitlines()
+def read_class_names(root: Path, default: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names by class id from a file, or from the first of `_CLASS_FILES` in a folder, or else `default`.
+
+    Raises `Refused`, also without any name.
+    """
+    files = [root] + [root / name for name in _CLASS_FILES]
+    file = next((file for file in files if file.is_file()), None)
+    names = list(default)
+    if file and file.suffix == ".json":
+        names = _read_json_names(file)
+    elif file:
+        lines = read_text(file, MEDIUM).splitlines()
+        if file.name == _CLASS_FILES[-1]:  # a head, then index, shares of images, and synonyms
+            lines = [line.split("\t")[-1].split(",")[0] for line in lines[1:]]
         names = [line.strip() for line in lines if line.strip()]
-    elif json_file.is_file():
-        names = _read_json_names(json_file)
-    elif table_file.is_file():  # a head, then index, shares of images, and synonyms
-        for line in read_text(table_file, MEDIUM).splitlines()[1:]:
-            names.append(line.split("\t")[-1].split(",")[0].strip())
+    if not names:
+        raise Refused(
+            f"{root}: the classes of the masks have no names; write classes.txt there, a name per line "
+            "in the order of the ids (or classes.json, a list); for a table, --class_names FILE will "
+            "do, too"
+        )
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise Refused(f"{root}: two classes have the name {min(repeated)}; give each its own")
@@ -192,7 +187,7 @@ def _read_json_names(file: Path) -> list[str]:
         ) from None
 
 
-def read_split(folder: MaskFolder, name: str, ignore_zero: bool) -> MaskFiles:
+def read_split(folder: MaskFolder, name: str, ignore_zero: bool) -> MaskedImages:
     """The images of a split with their masks. Raises `Refused` if an image has no mask."""
     split = folder.splits[name]
     image_by_stem = _list_files(split.images, split.image_ending)
@@ -216,19 +211,12 @@ def read_split(folder: MaskFolder, name: str, ignore_zero: bool) -> MaskFiles:
     notes = Notes(str(split.masks), "masks")
     if unused:
         notes.leave_out("no image has their name", unused[0], len(unused))
-    image_paths = [image_by_stem[stem] for stem in stems]
-    mask_paths = [mask_by_stem[stem] for stem in stems]
-    return MaskFiles(
-        root=str(split.images),
-        paths=encode_paths(image_paths),
-        sizes=_get_sizes(split.images, image_paths),
-        mask_root=str(split.masks),
-        mask_paths=encode_paths(mask_paths),
-        mask_sizes=_get_sizes(split.masks, mask_paths),
+    return MaskedImages(
+        images=_build_files(split.images, [image_by_stem[stem] for stem in stems]),
+        masks=_build_files(split.masks, [mask_by_stem[stem] for stem in stems]),
+        classes=folder.classes,
         ignore_zero=ignore_zero,
         id_map=folder.id_map,
-        labels=np.zeros(len(stems), np.int64),
-        classes=folder.classes,
         notes=notes.format_lines(len(mask_by_stem)),
     )
 
@@ -251,5 +239,7 @@ def _list_files(root: Path, ending: str) -> dict[str, str]:
     return paths
 
 
-def _get_sizes(root: Path, paths: Sequence[str]) -> np.ndarray:
-    return np.array(get_file_sizes(str(root / path) for path in paths), np.int64)
+def _build_files(root: Path, paths: Sequence[str]) -> Files:
+    sizes = np.array(get_file_sizes(str(root / path) for path in paths), np.int64)
+    no_labels = np.zeros(len(paths), np.int64)
+    return Files(str(root), encode_paths(paths), sizes, labels=no_labels, classes=())

@@ -6,32 +6,36 @@ import numpy as np
 
 from common.data.images import BrokenImage, Content, open_image
 
-IGNORED = 255  # id of the pixels without a label
+IGNORED = -1  # id of the pixels without a label, once a mask is read
 _ID_MODES = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L", "I;16N")
 
 
 def read_mask(file: Content, num_classes: int, ignore_zero: bool) -> np.ndarray:
     """The class id of each pixel: int16[H, W], `IGNORED` where there is no label.
 
-    A grey image of 8 or 16 bits has the ids, one with a palette their indices. With `ignore_zero`,
-    0 means no label and 1 is the first class, as in ADE20K. Raises `BrokenImage` for another kind of
-    image, and for an id that is no class.
+    A grey image of 8 or 16 bits has the ids, one with a palette their indices. 255 means no label;
+    where it is a class, 65535 does. With `ignore_zero`, 0 means no label, too, and 1 is the first
+    class, as in ADE20K. Raises `BrokenImage` for another kind of image, and for an id that is no
+    class.
     """
+    no_label = 255 if num_classes + ignore_zero <= 255 else 65535
     with open_image(file) as image:
         if image.mode in _ID_MODES:
             ids = np.asarray(image).astype(np.int32)
         else:
             ids = _read_grey(np.asarray(image.convert("RGB")), image.mode)
+    is_labelled = ids != no_label
     if ignore_zero:
-        ids = np.where((ids == 0) | (ids == IGNORED), IGNORED, ids - 1)
-    unknown = ids[(ids != IGNORED) & ((ids < 0) | (ids >= num_classes))]
+        is_labelled &= ids != 0
+    ids -= ignore_zero
+    unknown = ids[is_labelled & ((ids < 0) | (ids >= num_classes))]
     if unknown.size:
         shift = " (after --ignore_zero)" if ignore_zero else ""
         raise BrokenImage(
             f"the mask has the id {unknown.max()}{shift}, and there are {num_classes} classes, 0 to "
-            f"{num_classes - 1}; {IGNORED} means no label"
+            f"{num_classes - 1}; {no_label} means no label"
         )
-    return ids.astype(np.int16)
+    return np.where(is_labelled, ids, IGNORED).astype(np.int16)
 
 
 def _read_grey(pixels: np.ndarray, mode: str) -> np.ndarray:

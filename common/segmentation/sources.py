@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,22 @@ import numpy as np
 
 from common.config.origin import Origin
 from common.config.parsing import suggest_path
-from common.data import data_spec
+from common.data import data_spec, tables
 from common.data.data_spec import DataSpec, DataSplits
 from common.data.decoding import Picture
+from common.data.huggingface import open_table
 from common.data.images import BrokenImage
 from common.data.source import refuse_broken, sample_evenly
 from common.detection.data import sources as detection_sources
 from common.detection.data.coco_files import find_coco_files
 from common.distributed.environment import count_cores
 from common.errors import Refused
-from common.segmentation.folders import find_folder, read_split
+from common.segmentation.folders import find_folder, read_class_names, read_split
 from common.segmentation.masks import IGNORED, count_pixels
-from common.segmentation.source import Masked, MaskFiles, PaintedObjects
+from common.segmentation.source import Masked, MaskedImages, PaintedObjects, check_size
+
+# JSON files that lie beside data without being COCO's.
+_OTHER_JSON = {"classes", "id2label", "dataset_dict", "dataset_info", "dataset_infos", "state"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,11 @@ class Spec(DataSpec):
     """Which images with masks a run reads."""
 
     ignore_zero: bool = False
+    mask_column: str = ""
+    class_names: str = ""
     max_broken_share: float = 1.0
+
+    table_fields = ("image_column", "mask_column", "class_names")
 
 
 def load_data(config: Any, weights: Origin | None = None) -> tuple[Masked, Masked]:
@@ -41,76 +50,117 @@ def load_data(config: Any, weights: Origin | None = None) -> tuple[Masked, Maske
     """
     train: Any
     val: Any
-    root = Path(os.path.abspath(Path(config.data).expanduser()))
-    if config.data == "digits" or find_coco_files(root):
+    spec = Spec.from_config(config, weights)
+    if (
+        config.data == "digits"
+        or find_coco_files(Path(config.data).expanduser()).keys() - _OTHER_JSON
+    ):
+        spec.refuse_columns()
         if config.ignore_zero:
             raise Refused(
                 "--ignore_zero: is for files of masks, where 0 can mean no label; the data have "
                 "outlines of objects, leave it out"
             )
-        spec = detection_sources.Spec.from_config(config, weights, masks=True)
-        train, val = map(PaintedObjects.from_objects, detection_sources.load(spec))
+        objects = detection_sources.Spec.from_config(config, weights, masks=True)
+        train, val = map(PaintedObjects.from_objects, detection_sources.load(objects))
     else:
-        train, val = load(Spec.from_config(config, weights))
+        train, val = load(spec)
     if weights is None:
         return train, val
     return data_spec.match_classes(weights, config.data, val)
 
 
-def load(spec: Spec) -> tuple[MaskFiles, MaskFiles]:
+def load(spec: Spec) -> tuple[MaskedImages, MaskedImages]:
     """The images to train on and to evaluate on, with the same classes, of a folder that
-    `find_folder` knows.
+    `find_folder` knows, or of a table with columns of images and masks, as `open_table` opens it.
 
     If the data have no split to evaluate on, `val_share` of the images is held out, chosen by
-    `seed` and the image's path alone. Raises `Refused`, also for masks that do not fit their images.
+    `seed` and the image's path or row alone. Raises `Refused`, also for masks that do not fit their
+    images.
     """
     with data_spec.guard_reading(spec.data):
-        spec.refuse_columns()
-        root = Path(os.path.abspath(Path(spec.data).expanduser()))
-        folder = find_folder(root) if root.is_dir() else None
-        if folder is None:
-            reason = "a folder of another kind" if root.is_dir() else "nothing is there"
-            raise Refused(
-                f"--data {spec.data}: {reason}; expected digits, a folder with images/ and masks/ "
-                "(or annotations/), JPEGImages/ and SegmentationClass/ (Pascal VOC), leftImg8bit/ "
-                "and gtFine/ (Cityscapes), or train.json with outlines (COCO)"
-                f"{suggest_path(root)}"
-            )
-
-        def read_splits(names: Sequence[str]) -> list[MaskFiles]:
-            return [read_split(folder, name, spec.ignore_zero) for name in names]
-
-        splits: DataSplits[MaskFiles] = DataSplits(folder.split_texts, read_splits)
+        splits = _open(spec)
         pieces = spec.choose_subsets(splits.split_texts)
         undivided = data_spec.read_splits(splits, pieces)
         for source in undivided.values():
-            refuse_broken(spec.data, source, spec.max_broken_share)
-            _check_masks(source)
+            refuse_broken(spec.data, source.images, spec.max_broken_share)
+            _check_masks(spec.data, source)
         sources = spec.divide(splits.split_texts, pieces, undivided)
     return data_spec.check_train_and_val(sources)
 
 
-def _check_masks(source: MaskFiles) -> None:
-    """Raise `Refused` if one of a few masks can't be used, or if none of them has a label."""
-    has_labels = False
+def _open(spec: Spec) -> DataSplits[MaskedImages]:
+    """The splits of the data, not read yet. Raises `Refused`."""
+    root = Path(os.path.abspath(Path(spec.data).expanduser()))
+    table = open_table(spec.data)
+    if not table and root.is_dir():
+        folder = find_folder(root)
+        if folder is not None:
+            spec.refuse_columns()
+            split_texts = {}
+            for name, split in folder.splits.items():
+                split_texts[name] = os.path.relpath(split.list_file or split.images, root)
+            return DataSplits(
+                split_texts,
+                lambda names: [read_split(folder, name, spec.ignore_zero) for name in names],
+            )
+        table = open_table(spec.data, has_metadata=True)
+    if not table:
+        reason = "data of another kind" if root.exists() else "nothing is there"
+        raise Refused(
+            f"--data {spec.data}: {reason}; expected digits, a folder with images/ and masks/ (or "
+            "annotations/), JPEGImages/ and SegmentationClass/ (Pascal VOC), leftImg8bit/ and "
+            "gtFine/ (Cityscapes), or train.json with outlines (COCO), or a Hugging Face data set, "
+            f"Parquet or CSV with columns of images and masks{suggest_path(root)}"
+        )
+    return _open_table(spec, table)
+
+
+def _open_table(spec: Spec, table: dict[str, tables.Split]) -> DataSplits[MaskedImages]:
+    def read(names: Sequence[str]) -> list[MaskedImages]:
+        splits = [table[name] for name in names]
+        mask = tables.find_mask_column(splits[0], spec.mask_column)
+        image = tables.find_image_column(splits[0], spec.image_column, mask)
+        tables.require_columns(splits, image, mask)
+        place = spec.class_names if spec.class_names else splits[0].folder
+        classes = read_class_names(Path(place).expanduser())
+        sources = []
+        for split in splits:
+            sources.append(
+                MaskedImages(
+                    images=tables.read_images(split, image, spec.group_column),
+                    masks=tables.read_images(split, mask),
+                    classes=classes,
+                    notes=split.notes,
+                    ignore_zero=spec.ignore_zero,
+                )
+            )
+        return sources
+
+    return DataSplits(tables.describe_splits(table), read)
+
+
+def _check_masks(data: str, source: MaskedImages) -> None:
+    """Raise `Refused` if an image has no mask, if one of a few masks can't be used, or if none of
+    them has a label.
+    """
+    missing = np.flatnonzero(source.masks.list_files()[1] < 0)
+    if len(missing):
+        raise Refused(
+            f"--data {data}: {len(missing):,} of {len(source):,} images have no mask, first "
+            f"{source.masks.get_name(missing[0])}; add it, or take the image out"
+        )
     indices = sample_evenly(len(source)).tolist()
+    has_labels = False
     for index in indices:
         mask = load_checked_mask(source, index)
         has_labels |= bool((mask != IGNORED).any())
-        try:
-            picture = Picture(source.get_content(index))
-        except BrokenImage:
-            continue  # counted when it is drawn, see --max_broken_share
-        if (picture.height, picture.width) != mask.shape:
-            raise Refused(
-                f"{source.get_name(index)}: is {picture.width} x {picture.height} pixels large (after its "
-                f"EXIF rotation), its mask {source.mask_name(index)} is {mask.shape[1]} x "
-                f"{mask.shape[0]}; make them equal"
-            )
+        with suppress(BrokenImage):  # counted when it is drawn, see --max_broken_share
+            load_checked_picture(source, index, mask)
     if not has_labels:
         raise Refused(
-            f"{source.mask_root}: none of {len(indices)} masks has a pixel with a label (all are "
-            f"{IGNORED}{' or 0' if source.ignore_zero else ''}); give masks with class ids"
+            f"--data {data}: none of {len(indices)} masks has a pixel with a label, such as "
+            f"{source.masks.get_name(indices[0])}; give masks with class ids"
         )
 
 
@@ -122,6 +172,16 @@ def load_checked_mask(source: Masked, index: int) -> np.ndarray:
         raise Refused(
             f"{source.get_name(index)}: {error}; correct the mask, or take it out"
         ) from None
+
+
+def load_checked_picture(source: Masked, index: int, mask: np.ndarray) -> Picture:
+    """The image of a mask. Raises `BrokenImage` if it can't be read, and `Refused` for another size."""
+    picture = source.load_picture(index)
+    try:
+        check_size(picture, mask)
+    except BrokenImage as error:
+        raise Refused(f"{source.get_name(index)}: {error}; make them equal") from None
+    return picture
 
 
 def count_class_pixels(source: Masked) -> np.ndarray:

@@ -5,10 +5,12 @@ import json
 import shutil
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from PIL import Image
 
+from common.segmentation.sources import Spec, load
 from tests.harness.outcomes import Outcome
 
 WORDS = (
@@ -107,6 +109,53 @@ def test_other_data_are_matched_by_the_names_of_their_classes(trained, forks, tm
     args = ("--eval_only", trained.folder, "--data", data)
     ended = forks(args, recipe="seg")
     assert ended.code == 2 and "does not know 1 of the 2 classes" in ended.stderr
+
+
+def test_a_table_trains_as_the_same_files_in_folders(run_several, regions, tmp_path) -> None:
+    """On two ranks, from pictures in a saved data set and from paths in a CSV file."""
+    train, val = load(Spec(str(regions), seed=0, val_share=0.2))
+    splits = {}
+    rows = ["image,mask,split"]
+    for name, source in (("train", train), ("val", val)):
+        images = [source.get_content(index) for index in range(len(source))]
+        masks = [source.masks.get_content(index) for index in range(len(source))]
+        table = datasets.Dataset.from_dict({"image": images, "mask": masks})
+        for column in ("image", "mask"):
+            table = table.cast_column(column, datasets.Image())
+        splits[name] = table
+        rows += [f"{image},{mask},{name}" for image, mask in zip(images, masks, strict=True)]
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    names = ["--class_names", regions / "classes.txt"]
+    cases = {
+        "folder": ["--data", regions],
+        "saved": ["--data", tmp_path / "saved", *names],
+        "csv": ["--data", tmp_path / "a.csv", *names],
+    }
+    cases = {name: [*words, *WORDS, "--max_steps", 4] for name, words in cases.items()}
+    outcomes = run_several(2, cases, recipe="recipes/seg.py")
+    folder = outcomes.pop("folder")
+    for outcome in outcomes.values():
+        for key in ("train/loss", "train/grad_norm", "eval/mIoU", "eval/loss"):
+            assert len(folder.column(key))
+            assert outcome.column(key).tolist() == folder.column(key).tolist(), key
+    predictions = [o.folder / "best/predictions.csv" for o in (folder, outcomes["csv"])]
+    assert predictions[0].read_text() == predictions[1].read_text()
+
+
+def test_outlines_of_an_unreadable_image_count_as_wrong(forks, scenes, tmp_path) -> None:
+    data = shutil.copytree(scenes, tmp_path / "data")
+    file = data / "val/1.png"
+    file.write_bytes(file.read_bytes()[:2000])
+    words = ["--data", data, *WORDS, "--max_steps", 2, "--output_dir", tmp_path, "--name", "a"]
+    ended = forks(*words, recipe="seg")
+    assert ended.code == 0, ended
+    assert "counts as wrong: " in ended.stdout and "val/1.png" in ended.stdout
+    rows = list(csv.DictReader((tmp_path / "a/best/predictions.csv").open()))
+    row = next(row for row in rows if Path(row["path"]) == file)
+    width, height = Image.open(scenes / "val/1.png").size
+    assert (float(row["pixel_accuracy"]), row["loss"]) == (0, "")
+    assert int(row["labelled_pixels"]) == width * height
 
 
 def test_classes_without_a_pixel_are_named_once(forks, regions, tmp_path) -> None:

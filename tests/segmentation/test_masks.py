@@ -7,7 +7,8 @@ from PIL import Image
 from common.data.images import BrokenImage
 from common.segmentation.masks import IGNORED, count_pixels, paint_masks, read_mask
 
-IDS = np.array([[0, 1, 2], [2, IGNORED, 0]], np.uint8)
+IDS = np.array([[0, 1, 2], [2, 255, 0]], np.uint8)  # as in a file
+MASK = [[0, 1, 2], [2, IGNORED, 0]]
 
 
 def save(folder, image: Image.Image) -> str:
@@ -39,13 +40,39 @@ def test_ids_are_read_from_every_usual_kind_of_image(image, tmp_path) -> None:
     image.save(file)
     mask = read_mask(str(file), num_classes=3, ignore_zero=False)
     assert mask.dtype == np.int16
-    assert mask.tolist() == IDS.tolist()
+    assert mask.tolist() == MASK
+
+
+@pytest.mark.parametrize(
+    "num_classes, ignore_zero, class_ids",
+    [
+        (255, False, [0, 254, IGNORED, None]),
+        (256, False, [0, 254, 255, IGNORED]),
+        (254, True, [IGNORED, 253, IGNORED, None]),
+        (255, True, [IGNORED, 253, 254, IGNORED]),
+        (1000, False, [0, 254, 255, IGNORED]),
+    ],
+)
+def test_255_means_no_label_unless_it_is_a_class(
+    num_classes, ignore_zero, class_ids, tmp_path
+) -> None:
+    """With so many classes 65535 means that, which 8 bits do not have."""
+    for number, class_id in zip((0, 254, 255, 65535), class_ids, strict=True):
+        file = save(tmp_path, Image.fromarray(np.array([[number, 1]], np.uint16)))
+        if class_id is None:
+            with pytest.raises(BrokenImage, match="; 255 means no label"):
+                read_mask(file, num_classes, ignore_zero)
+        else:
+            mask = read_mask(file, num_classes, ignore_zero)
+            assert mask.tolist() == [[class_id, 0 if ignore_zero else 1]]
 
 
 def test_more_than_256_classes_have_16_bits(tmp_path) -> None:
-    ids = np.array([[0, 300], [IGNORED, 999]], np.uint16)
-    mask = read_mask(save(tmp_path, Image.fromarray(ids)), num_classes=1000, ignore_zero=False)
-    assert mask.tolist() == ids.tolist()
+    ids = np.array([[0, 300], [255, 999]], np.uint16)
+    file = save(tmp_path, Image.fromarray(ids))
+    assert read_mask(file, num_classes=1000, ignore_zero=False).tolist() == ids.tolist()
+    with pytest.raises(BrokenImage, match=r"has the id 999, .*; 65535 means no label"):
+        read_mask(file, num_classes=999, ignore_zero=False)
 
 
 def test_zero_may_mean_no_label(tmp_path) -> None:
@@ -89,4 +116,4 @@ def test_objects_are_painted_with_the_smaller_above_and_crowds_below() -> None:
 
 
 def test_pixels_are_counted_without_those_that_have_no_label() -> None:
-    assert count_pixels([IDS, IDS], num_classes=4).tolist() == [4, 2, 4, 0]
+    assert count_pixels([np.array(MASK)] * 2, num_classes=4).tolist() == [4, 2, 4, 0]

@@ -4,12 +4,15 @@ import json
 import shutil
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from common.data.images import BrokenImage
 from common.errors import Refused
+from common.segmentation.batches import EvalDataset
 from common.segmentation.masks import IGNORED
 from common.segmentation.sources import Spec, count_class_pixels, load, load_data
 from recipes import seg
@@ -114,12 +117,56 @@ def test_outlines_of_objects_are_painted(scenes) -> None:
     config = seg.Config(data=str(scenes))
     train, val = load_data(config)
     assert train.classes[0] == "background" and len(train.classes) == 11
-    index = next(i for i in range(len(val)) if val.objects.build_rles(i))
+    index = next(i for i in range(len(val)) if val.images.build_rles(i))
     pair = val.load_pair(index, index)
     assert (pair.picture.height, pair.picture.width) == pair.mask.shape
-    labels = val.objects.labels[val.objects.offsets[index] : val.objects.offsets[index + 1]]
+    labels = val.images.labels[val.images.offsets[index] : val.images.offsets[index + 1]]
     assert set(np.unique(pair.mask)) <= {0} | set((labels + 1).tolist())
     assert (pair.mask > 0).any()
+    assert (val.load_mask(index) == pair.mask).all()
+
+
+@pytest.mark.parametrize("share", [0.5, 0.0], ids=["cut off", "empty"])
+def test_outlines_are_painted_without_the_image(share, scenes, tmp_path) -> None:
+    """So that an image that can't be read counts as wrong in an evaluation, and does not end it."""
+    data = shutil.copytree(scenes, tmp_path / "data")
+    _, whole = load_data(seg.Config(data=str(data)))
+    file = data / "val/1.png"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(share * len(content))])
+    _, val = load_data(seg.Config(data=str(data)))
+    index = next(i for i in range(len(val)) if val.get_name(i) == str(file))
+    with pytest.raises(BrokenImage):
+        val.load_pair(index, index)
+    assert (val.load_mask(index) > 0).any()
+    assert (val.load_mask(index) == whole.load_mask(index)).all()
+
+
+def test_fresh_scenes_have_pixels_to_count() -> None:
+    train, val = load_data(seg.Config(data="digits"))
+    assert train.fresh and not val.fresh
+    assert (train.load_mask(3) == train.load_pair(3, 3).mask).all()
+    assert (count_class_pixels(val) > 0).all()
+
+
+def test_names_of_classes_in_json_are_not_taken_for_coco(tmp_path) -> None:
+    for number in range(4):
+        draw_pair(tmp_path / "images", tmp_path / "masks", f"{number}", ids=number % 2)
+    (tmp_path / "classes.json").write_text(json.dumps(["a", "b"]))
+    train, val = load_data(seg.Config(data=str(tmp_path)))
+    assert train.classes == val.classes == ("a", "b")
+    assert len(train) + len(val) == 4
+
+
+def test_images_of_a_folder_are_held_out_together(tmp_path) -> None:
+    name_classes(tmp_path, "a", "b")
+    for number in range(24):
+        name = f"{number % 4}/{number}"  # a place and an image of it
+        draw_pair(tmp_path / "images", tmp_path / "masks", name, ids=number % 2)
+    train, val = load_folder(tmp_path, group_column="folder")
+    places = [{Path(s.get_name(i)).parent.name for i in range(len(s))} for s in (train, val)]
+    assert len(places[0]) == 3 and len(places[1]) == 1 and not places[0] & places[1]
+    assert val.split_text == "25 % held out of images by folder"
 
 
 def spoil(kind: str, folder: Path) -> None:
@@ -162,7 +209,7 @@ def spoil(kind: str, folder: Path) -> None:
             "a mask is missing",
             "masks: 1 of 8 images have no mask there, first 0; it has the same name",
         ),
-        ("no mask has a label", "masks: none of 8 masks has a pixel with a label (all are 255)"),
+        ("no mask has a label", ": none of 8 masks has a pixel with a label, such as "),
         ("another size", "0.png: is 6 x 4 pixels large (after its EXIF rotation), its mask "),
         ("turned by EXIF", "0.jpg: is 4 x 6 pixels large (after its EXIF rotation), its mask "),
         ("unknown ids", "1.png: the mask has the id 7, and there are 2 classes, 0 to 1"),
@@ -171,7 +218,7 @@ def spoil(kind: str, folder: Path) -> None:
         ("a name twice", "two classes have the name a; give each its own"),
         ("no text", "classes.json: must be a list of names, or an object of names by id from 0"),
         ("two images", "0.jpg and 0.png have the same name; keep one"),
-        ("nothing", "a folder of another kind; expected digits, a folder with images/ and masks/"),
+        ("nothing", "data of another kind; expected digits, a folder with images/ and masks/"),
     ],
 )
 def test_data_that_do_not_fit_are_refused_in_one_line(kind, message, tmp_path) -> None:
@@ -184,3 +231,25 @@ def test_data_that_do_not_fit_are_refused_in_one_line(kind, message, tmp_path) -
         load_folder(tmp_path)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("short_side", [0, 8])
+def test_a_later_mask_of_another_size_is_a_broken_image_and_ends_an_evaluation(
+    short_side, tmp_path
+) -> None:
+    name_classes(tmp_path, "a", "b")
+    for number in range(8):
+        draw_pair(tmp_path / "images", tmp_path / "masks", f"{number}", ids=number % 2)
+    train, val = load_folder(tmp_path)
+    transforms = SimpleNamespace(short_side=short_side, stride=4, normalize=None)
+    batch = EvalDataset(val, transforms).__getitems__([0])
+    assert batch.labels.shape == (1, 4, 6) and not batch.broken
+    message = "is 6 x 4 pixels large (after its EXIF rotation), its mask 4 x 6"
+    for source in (train, val):
+        draw(tmp_path / "masks" / Path(source.get_name(0)).name, 0, size=(4, 6))
+    with pytest.raises(BrokenImage) as broken:
+        train.load_pair(0, 0)
+    assert str(broken.value) == message
+    with pytest.raises(Refused) as refusal:
+        EvalDataset(val, transforms).__getitems__([0])
+    assert str(refusal.value) == f"{val.get_name(0)}: {message}; make them equal"

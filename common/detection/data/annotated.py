@@ -130,13 +130,18 @@ class Annotated(ImageList):
 
     def load_sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
         """The training sample `index` at `position` of the stream. Raises `images.BrokenImage`."""
-        objects = slice(self.offsets[index], self.offsets[index + 1])
         open_picture = partial(self.open_picture, index)
+        picture = cache.get(index, open_picture) if cache else open_picture()
+        return self.load_objects(index)._replace(image=picture)
+
+    def load_objects(self, index: int) -> Sample:
+        """The sample `index` of a list, whose image may be None. Raises `images.BrokenImage`."""
+        objects = slice(self.offsets[index], self.offsets[index + 1])
         masks = None
         if self.masks:
             masks = decode_masks(self.build_rles(index), self.sizes[index])
         return Sample(
-            image=cache.get(index, open_picture) if cache else open_picture(),
+            image=None,
             boxes=self.boxes[objects].copy(),
             labels=self.labels[objects].copy(),
             crowd=self.crowd[objects].copy(),

@@ -109,6 +109,9 @@ class Scenes(Annotated):
             size=np.array([SIDE, SIDE]),
         )
 
+    def load_objects(self, index: int) -> Sample:
+        return self.load_sample(index, index)
+
     def build_rles(self, index: int) -> list[dict]:
         return encode_masks(self.draw_scene(index).masks)
 
