@@ -11,7 +11,9 @@ half the time). Measured are:
 - Images per second of each library's own loader with one worker, which is a thread in SPDL.
 
 Images with boxes, JPEGs of 640 x 480, are resized and flipped; the peer is torchvision's pipeline
-for detection. All take turns in one run; a ratio is the median of the ratios of turns.
+for detection. Images with masks (PNGs) are scaled by 0.5 to 2, cropped to 512 pixels, flipped and
+distorted; the peer does that with torchvision's transforms v2, and CPU time on one core is compared.
+All take turns in one run; a ratio is the median of the ratios of turns.
 """
 
 import gc
@@ -21,15 +23,16 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import timm.data
 import torch
-from peers import collate_boxes, open_boxes, open_long_folder, timm_loader
-from photographs import write_boxes, write_classes
+from peers import build_mask_reader, collate_boxes, open_boxes, open_long_folder, timm_loader
+from photographs import NUM_MASK_CLASSES, write_boxes, write_classes, write_masks
 from PIL import Image
 from table import Row, compare, run_script, take_turns
 from torch.utils.data import DataLoader
@@ -45,6 +48,9 @@ from common.detection import BoxAugmentation
 from common.detection import TrainDataset as BoxDataset
 from common.detection.data import sources as box_sources
 from common.randomness import seed_generators
+from common.segmentation import CropAugmentation
+from common.segmentation.masks import read_mask
+from common.segmentation.source import Pair
 
 try:
     import spdl.dataloader
@@ -64,6 +70,8 @@ DATA = {
     "std": (0.229,) * 3,
 }
 CACHE = 336
+MASK_CROP = 512
+MASK_SCALES = (0.5, 2.0)
 BOX_BATCH_SIZE = 8
 
 
@@ -113,7 +121,7 @@ def collate_with_spdl(frames: list) -> torch.Tensor:
     return spdl.io.to_torch(spdl.io.convert_frames(frames)).permute(0, 3, 1, 2)
 
 
-def measure_cpu(read: Callable[[str], object], paths: list[str]) -> float:
+def measure_cpu(read: Callable[[Any], object], paths: Sequence[Any]) -> float:
     """CPU milliseconds per image."""
     start = time.process_time()
     for path in paths:
@@ -152,6 +160,39 @@ def measure_images(folder: Path, turns: int, goal: float) -> list[Row]:
             )
         )
     return rows
+
+
+def build_our_mask_reader() -> Callable[[Path], object]:
+    augmentation = CropAugmentation(
+        seed=0,
+        crop_size=MASK_CROP,
+        short_side=0,
+        min_scale=MASK_SCALES[0],
+        max_scale=MASK_SCALES[1],
+        hflip=0.5,
+        photometric=0.5,
+    )
+    positions = itertools.count()
+
+    def read(path: Path) -> object:
+        mask = read_mask(str(path.with_suffix(".png")), NUM_MASK_CLASSES, ignore_zero=False)
+        return augmentation(Pair(Picture(str(path)), mask), next(positions))
+
+    return read
+
+
+def measure_masks(folder: Path, width: int, height: int, num_images: int, turns: int) -> Row:
+    paths = write_masks(folder, width, height, num_images)
+    sides = [round(scale * min(width, height)) for scale in MASK_SCALES]
+    readers = {
+        "torchvision": build_mask_reader(sides[0], sides[1], MASK_CROP),
+        "ours": build_our_mask_reader(),
+    }
+    ways = {name: partial(measure_cpu, read, paths) for name, read in readers.items()}
+    take_turns(ways, 1)
+    times = take_turns(ways, turns)
+    name = f"CPU of an image and its mask, {width} x {height}"
+    return compare(name, "ms", times, "torchvision")
 
 
 # ---- loaders with one worker
@@ -264,6 +305,10 @@ def measure(turns: int, _: bool) -> list[Row]:
             }
             name = f"boxes, short side {short_side}"
             rows += measure_loaders(name, loaders, BOX_BATCH_SIZE, turns, goal=2.5)
+        masks = Path(scratch) / "masks"
+        for width, height, num_images in ((500, 375, 32), (2048, 1024, 16)):
+            folder = masks / f"{width} x {height}"
+            rows.append(measure_masks(folder, width, height, num_images, turns))
     return rows
 
 

@@ -27,7 +27,9 @@ from timm.utils import CheckpointSaver
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchvision import tv_tensors
 from torchvision.datasets import ImageFolder
+from torchvision.io import ImageReadMode, decode_image
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.fcos import FCOS, FCOSHead
 from torchvision.ops import FeaturePyramidNetwork
@@ -97,6 +99,27 @@ def open_boxes(folder: Path, split: str, short_side: int = 0) -> Dataset:
 
 def collate_boxes(samples: list) -> tuple:
     return tuple(zip(*samples, strict=True))
+
+
+def build_mask_reader(
+    min_side: int, max_side: int, crop_size: int
+) -> Callable[[Path], tuple[torch.Tensor, torch.Tensor]]:
+    """Reads and augments a JPEG with the PNG of its class ids: the short side is drawn, the rest follows."""
+    transform = v2.Compose(
+        [
+            v2.RandomResize(min_side, max_side),
+            v2.RandomCrop(crop_size, pad_if_needed=True, fill={tv_tensors.Mask: 255, "others": 0}),
+            v2.RandomHorizontalFlip(),
+            v2.RandomPhotometricDistort(),
+        ]
+    )
+
+    def read(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+        image = decode_image(str(path), ImageReadMode.RGB)
+        mask = decode_image(str(path.with_suffix(".png")), ImageReadMode.GRAY)
+        return transform(tv_tensors.Image(image), tv_tensors.Mask(mask))
+
+    return read
 
 
 # ---- whole runs

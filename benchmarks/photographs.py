@@ -10,6 +10,7 @@ from sklearn.datasets import load_sample_images
 
 CLASSES = ("temple", "flower")
 NUM_BOXES = 7  # in an image, each of another class
+NUM_MASK_CLASSES = 150
 
 
 def draw_photographs(
@@ -54,3 +55,17 @@ def write_boxes(
     categories = [{"id": category, "name": str(category)} for category in range(1, NUM_BOXES + 1)]
     content = {"images": images, "annotations": boxes, "categories": categories}
     (folder / f"{split}.json").write_text(json.dumps(content))
+
+
+def write_masks(folder: Path, width: int, height: int, num_images: int) -> list[Path]:
+    """Writes the JPEGs, each with a PNG of the same name: class ids in 16 x 12 blocks."""
+    random = np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    paths = []
+    for index, image in enumerate(draw_photographs(width, height, num_images)):
+        paths.append(folder / f"{index}.jpg")
+        image.save(paths[-1], quality=90)
+        ids = Image.fromarray(random.integers(0, NUM_MASK_CLASSES, (12, 16), dtype=np.uint8))
+        mask = ids.resize((width, height), Image.Resampling.NEAREST)
+        mask.save(paths[-1].with_suffix(".png"))
+    return paths

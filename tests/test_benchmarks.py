@@ -37,7 +37,7 @@ def test_the_bare_loop_of_a_detector_takes_the_recipes_steps(launch: Launcher) -
 @pytest.mark.parametrize(
     "script, num_rows",
     [
-        ("input_pipeline", 10),
+        ("input_pipeline", 12),
         ("loop", 3),
         ("detection", 3),
         ("startup", 3),

@@ -28,6 +28,7 @@ from common.files import SMALL, read_text
 from common.launching import launch
 from common.run import eval_only
 from common.run.eval_batches import EvalBatches
+from common.segmentation import EvalDataset
 from common.segmentation.evaluation import predict_pixels
 from tools.command_line import create_parser
 
@@ -59,7 +60,7 @@ class TrainedModel:
 
     @property
     def is_segmenter(self) -> bool:
-        return hasattr(self.config, "decoder")
+        return issubclass(self.recipe.EvalDataset, EvalDataset)
 
     @property
     def task(self) -> str:

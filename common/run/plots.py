@@ -202,11 +202,16 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str
 
 
 def _write_counts(axes: "Axes", counts: np.ndarray, shares: np.ndarray) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    shorten_count = EngFormatter(places=1, sep="")  # 3.7M pixels
     size = 9 if len(counts) <= 12 else 7
     style: dict = {"ha": "center", "va": "center", "fontsize": size}
     for row, column in np.argwhere(counts > 0):
         colour = "white" if shares[row, column] > 55 else INK
-        axes.text(column, row, f"{counts[row, column]:,}", color=colour, **style)
+        count = counts[row, column]
+        text = f"{count:,}" if count < 100_000 else shorten_count(count)
+        axes.text(column, row, text, color=colour, **style)
 
 
 def _describe_accuracy(counts: np.ndarray) -> str:
@@ -350,9 +355,9 @@ def mark(axes: "Axes", boxes: Iterable[tuple[Sequence[float], str, str]], size: 
 
 
 def first_batch(
-    parts: Iterable[tuple["Tensor", list]], size: int, normalization: Mapping, path: Path
+    parts: Iterable[tuple["Tensor", Sequence]], size: int, normalization: Mapping, path: Path
 ) -> None:
-    """Draw samples of the first global batch of `size` as the model gets them, with their labels or boxes.
+    """Draw samples of the first global batch of `size` as the model gets them, with labels, boxes or masks.
 
     `parts` are of images [B, 3, H, W] and their `TrainDataset.describe_images`; for `normalization` see
     `to_pixels`. The title has the mean and the spread of the model's input, which are around 0 and
@@ -363,7 +368,10 @@ def first_batch(
     for images, descriptions in parts:
         values.append(images.cpu().numpy().ravel())
         pixels = to_pixels(images, normalization)
-        for image, (caption, name, boxes) in zip(pixels, descriptions, strict=True):
+        for image, (caption, name, boxes, *overlays) in zip(pixels, descriptions, strict=True):
+            for overlay in overlays:
+                blend = image // 2 + overlay[..., :3] // 2
+                image = np.where(overlay[..., 3:], blend, image)
             caption = "\n".join(shorten_name(line, 21) for line in caption.splitlines())
             orange_boxes = [(corners, label, ORANGE) for corners, label in boxes]
             cells.append(Cell(image, caption, name, orange_boxes))

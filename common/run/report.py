@@ -22,9 +22,10 @@ UNKNOWN = "-"  # in place of a number that is not known
 _CAPTIONS = {
     "confusion": "confusion matrix of the last evaluation",
     "precision_recall": "precision and recall at IoU 0.5",
-    "predictions": "objects and predictions",
+    "predictions": "predictions beside the truth",
     "mistakes": "most confident mistakes",
     "misses": "missed objects and false detections",
+    "worst": "images with the fewest right pixels",
 }
 _MAX_MESSAGES = 300  # lines of the log
 _MAX_PICTURE_BYTES = 2**27
@@ -193,7 +194,8 @@ def _collect_class_columns(
         if is_other and _is_per_class(values, leading):
             columns[key] = values
     same_as_leading = "recall" if title == "accuracy" else title.lower()
-    details = results.get("classes", {})
+    # Of a segmenter, `classes` is their number.
+    details = results.get("pixels") or results.get("classes", {})
     for key in next(iter(details.values()), {}):
         if key != same_as_leading:
             columns[key] = {name: row[key] for name, row in details.items()}

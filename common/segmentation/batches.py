@@ -19,6 +19,7 @@ from common.data.loader import DeviceBatch
 from common.data.stream import Stream
 from common.detection.batches import Normalize
 from common.errors import Refused
+from common.segmentation import plots
 from common.segmentation.augmentation import CropAugmentation
 from common.segmentation.export import export_segmenter
 from common.segmentation.masks import IGNORED
@@ -73,6 +74,12 @@ class Transforms:
         self.normalize = Normalize(model.pretrained_cfg, dtype, device)
         self.stride = model.stride
 
+    def describe_input(self) -> str:
+        """For the start table."""
+        side = self.augment.crop_size
+        evaluated = f"whole images, short side {self.short_side or 'as it is'}"
+        return f"crops of 3 x {side} x {side}; evaluated: {evaluated}"
+
 
 @dataclass
 class TrainDataset(Dataset):
@@ -103,13 +110,12 @@ class TrainDataset(Dataset):
             seed=config.seed,
             drop_path_layers=drop_path.count_drop_layers(model),
             cache=open_cache(len(source), config.cache, config.cache_folder),
-            rows=defaults.suggest_pretrained(config),
+            rows=defaults.suggest_pretrained(config) | {"input": transforms.describe_input()},
         )
 
     def describe(self) -> dict[str, str]:
         """Rows of the start table."""
-        side = self.augmentation.crop_size
-        return {**self.rows, "cache": str(self.cache or "none"), "input": f"3 x {side} x {side}"}
+        return {**self.rows, "cache": str(self.cache or "none")}
 
     def __getitems__(self, positions: np.ndarray) -> SegmentationBatch:
         side = self.augmentation.crop_size
@@ -140,9 +146,9 @@ class TrainDataset(Dataset):
         sizes = torch.full((num_samples, 2), side)
         return self._make_batch(images, labels, np.arange(num_samples), sizes)
 
-    def describe_images(self, batch: SegmentationBatch) -> list[tuple[str, str, list]]:
-        """The classes of each image by their share, its name, and no boxes."""
-        descriptions: list[tuple[str, str, list]] = []
+    def describe_images(self, batch: SegmentationBatch) -> list[tuple[str, str, list, np.ndarray]]:
+        """The classes of each image by their share, its name, no boxes, and the colours of its mask."""
+        descriptions: list[tuple[str, str, list, np.ndarray]] = []
         indices = self.stream.get_indices(batch.positions.cpu().numpy()).tolist()
         for index, labels in zip(indices, batch.labels.cpu(), strict=True):
             ids = labels[labels != IGNORED].long()
@@ -153,7 +159,8 @@ class TrainDataset(Dataset):
                     share = counts[class_id] / len(ids)
                     lines.append(f"{self.source.classes[class_id]}: {100 * share:.0f} %")
             text = "\n".join(lines) if lines else "no label"
-            descriptions.append((text, self.source.get_name(index), []))
+            overlay = plots.make_overlay(labels.numpy())
+            descriptions.append((text, self.source.get_name(index), [], overlay))
         return descriptions
 
     def _make_batch(

@@ -4,12 +4,14 @@ results and pictures.
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from common.config.origin import format_names
@@ -24,6 +26,7 @@ from common.segmentation.masks import IGNORED
 from common.segmentation.source import Masked
 
 _CHUNK = 2**26  # logits that are resized at a time
+_NUM_WORST = 24  # images
 _COLUMNS = ("path", "pixel_accuracy", "loss", "labelled_pixels")  # of predictions.csv
 
 
@@ -53,6 +56,7 @@ class Evaluation:
         self.scores = torch.zeros(len(data), 3, dtype=torch.float64, device=device)
         self._num_images = torch.zeros(1, dtype=torch.int64)
         self._shown_indices = set(sample_evenly(len(data), plots.NUM_COLUMNS).tolist())
+        self._worst: list[int] = []  # see `_find_worst`
         # Predictions int16[H, W] by image index; after `results`, of all ranks on the main process.
         self.shown: dict[int, np.ndarray] = {}
 
@@ -78,8 +82,25 @@ class Evaluation:
             canvas_size = tuple(batch.images.shape[2:])
             predicted, losses = compare_pixels(logits[i], labels, canvas_size, (height, width))
             self._count(index, labels, predicted, losses.double().sum())
-            if index in self._shown_indices:
-                self.shown[index] = predicted.cpu().numpy().astype(np.int16)
+            self.shown[index] = predicted.short().cpu().numpy()
+            self._select_shown(sorted([*self._worst, index]))
+
+    def _select_shown(self, indices: Sequence[int]) -> None:
+        """Keep predictions of the worst of the images at these ascending indices, and the evenly spaced."""
+        self._worst = self._find_worst(np.array(indices))
+        kept = self._shown_indices.union(self._worst)
+        self.shown = {index: self.shown[index] for index in self.shown if index in kept}
+
+    def _find_worst(self, indices: np.ndarray) -> list[int]:
+        """Of the images at these ascending indices, up to 24 with the fewest right pixels, worst first.
+
+        Images without a label, without an error, and those that could not be read, are left out.
+        """
+        num_right, loss, num_labelled = self.scores[indices].cpu().numpy().T
+        wrong_shares = 1 - num_right / np.maximum(num_labelled, 1)
+        wrong_shares[np.isnan(loss) | (num_labelled == 0)] = 0
+        order = np.argsort(-wrong_shares, kind="stable")[:_NUM_WORST]
+        return indices[order[wrong_shares[order] > 0]].tolist()
 
     def _count(self, index: int, labels: Tensor, predicted: Tensor, loss: Tensor | float) -> None:
         confusion = count_confusion(labels, predicted, *self.confusion.shape)
@@ -101,6 +122,7 @@ class Evaluation:
                 f"evaluated {num_images} images of {len(self._data)}: each must count exactly once"
             )
         self.scores = all_sum(self.scores).cpu()  # 0 for images of other ranks
+        self._select_shown(range(num_images))
         indices = np.array(list(self.shown), np.int64)
         gathered = gather_to_main([indices] + list(self.shown.values()))
         if gathered is not None:
@@ -138,26 +160,40 @@ class Evaluation:
 
     def write_predictions(self, folder: Path) -> None:
         """Write predictions.csv, a row for each image in the order of the data, after `results`."""
-        write_csv(folder / "predictions.csv", self._list_rows())
+        rows = map(self._make_row, range(len(self._data)))
+        write_csv(folder / "predictions.csv", chain([_COLUMNS], rows))
 
-    def _list_rows(self) -> Iterator[Sequence]:
-        yield _COLUMNS
-        for index, (num_right, loss, num_labelled) in enumerate(self.scores.tolist()):
-            accuracy: float | str = ""
-            mean_loss: float | str = ""
-            if num_labelled:
-                accuracy = round(num_right / num_labelled, 7)
-                mean_loss = "" if math.isnan(loss) else round(loss / num_labelled, 7)
-            yield self._data.get_listed_name(index), accuracy, mean_loss, int(num_labelled)
+    def worst(self) -> Iterator[Sequence]:
+        """The names of columns, then a row for each of up to 24 images with the fewest right pixels.
+
+        It begins with a small picture of image, truth, prediction and differences, and goes on as
+        the row of predictions.csv.
+        """
+        yield "image", *_COLUMNS
+        for index, comparison in plots.compare_predictions(self._data, self.shown, self._worst):
+            picture = Image.fromarray(np.concatenate(comparison.make_panels(), axis=1))
+            picture.thumbnail((512, 128))
+            yield picture, *self._make_row(index)
+
+    def _make_row(self, index: int) -> Sequence:
+        """The row of predictions.csv."""
+        num_right, loss, num_labelled = self.scores[index].tolist()
+        accuracy: float | str = ""
+        mean_loss: float | str = ""
+        if num_labelled:
+            accuracy = round(num_right / num_labelled, 7)
+            mean_loss = "" if math.isnan(loss) else round(loss / num_labelled, 7)
+        return self._data.get_listed_name(index), accuracy, mean_loss, int(num_labelled)
 
     def draw(self, pictures: Any) -> None:
         """Draw what `results` has gathered: `pictures.draw(name, function, *arguments)` calls
         `function(*arguments, path)`.
         """
-        pictures.draw(
-            "predictions", plots.draw_predictions, self._data, self.shown, self.class_names
-        )
+        shown = (self._data, self.shown)
+        pictures.draw("predictions", plots.draw_predictions, *shown, sorted(self._shown_indices))
         pictures.draw("confusion", plots.draw_confusion, self.confusion.numpy(), self.class_names)
+        if self._worst:
+            pictures.draw("worst", plots.draw_worst, *shown, self._worst, self.class_names)
 
 
 def predict_pixels(batch: SegmentationBatch, logits: Tensor) -> list[Tensor]:

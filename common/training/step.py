@@ -47,10 +47,10 @@ class TrainDataset(Protocol):
     def make_noise(self, num_samples: int) -> DeviceBatch:
         """Samples of noise with everything that a batch of the run can have, as large as any."""
 
-    def describe_images(self, batch: Any) -> list[tuple[str, str, list]]:
+    def describe_images(self, batch: Any) -> Sequence[tuple]:
         """Of each image of a batch, for people: (what it shows, its name, its boxes).
 
-        A box is (corners in pixels, class name).
+        A box is (corners in pixels, class name). Colours uint8[H, W, 4] of a mask may follow.
         """
 
 
@@ -209,7 +209,7 @@ class TrainingStep:
     @torch.compiler.set_stance("force_eager")
     def iterate_first_batch(
         self, plan: BatchPlan, limit: int
-    ) -> Iterator[tuple[Tensor, list[tuple[str, str, list]]]]:
+    ) -> Iterator[tuple[Tensor, Sequence[tuple]]]:
         """Up to `limit` samples of the first global batch, in chunks no larger than a micro-batch.
 
         Yields images [B, 3, H, W] as the model gets them, and their `describe_images`. No

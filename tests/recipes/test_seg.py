@@ -46,7 +46,9 @@ def evaluate(forks, run: Outcome, flags: list | tuple = ()) -> tuple[dict, str]:
 
 def test_a_run_leaves_its_pictures_predictions_and_results(trained) -> None:
     names = {path.stem for path in (trained.folder / "pictures").iterdir()}
-    assert names == {"confusion", "curves", "first_batch", "predictions"}
+    assert names == {"confusion", "curves", "first_batch", "predictions", "worst"}
+    assert "could not be" not in (trained.folder / "report.html").read_text()
+    assert "crops of 3 x 64 x 64; evaluated: whole images, short side as it is" in trained.stdout
     last = trained.rows[-1]
     content = json.loads((trained.folder / "best/results.json").read_text())
     assert content["mIoU"] == last["eval/ema_mIoU"] > 0.4

@@ -86,22 +86,26 @@ def test_the_first_batch_is_shown_before_normalisation(tmp_path, monkeypatch) ->
     monkeypatch.setattr(
         plots, "draw_cells", lambda of, headline, path: cells.extend([*of, headline])
     )
+    colours = np.zeros((8, 6, 4), np.uint8)  # of a mask
+    colours[2:4] = (200, 100, 0, 255)
     mean = (0.2, 0.4, 0.6)
     std = (0.1, 0.2, 0.3)
     images = torch.from_numpy((originals / 255.0 - mean) / std).permute(0, 3, 1, 2)
     pixels = [
         ("cat 70 %\ndog 30 %", "a.png", []),
         ("1 object", "b.png", [((1, 2, 3, 4), "dog")]),
-        ("", "c.png", []),
+        ("", "c.png", [], colours),
     ]
     parts = [(images[:2], pixels[:2]), (images[2:], pixels[2:])]
     plots.first_batch(
         iter(parts), 64, {"mean": mean, "std": std}, tmp_path / "run/pictures/first_batch.png"
     )
     *pictures, headline = cells
-    assert all((cell.pixels == of).all() for cell, of in zip(pictures, originals, strict=True))
+    under_mask = originals.copy()
+    under_mask[2, 2:4] = originals[2, 2:4] // 2 + np.array([100, 50, 0])
+    assert all((cell.pixels == of).all() for cell, of in zip(pictures, under_mask, strict=True))
     assert [(cell.caption, cell.footnote) for cell in pictures] == [
-        (caption, name) for caption, name, _ in pixels
+        (caption, name) for caption, name, *_ in pixels
     ]
     assert [(corners, name) for corners, name, _ in pictures[1].boxes] == [((1, 2, 3, 4), "dog")]
     assert headline.startswith("run: 3 of the first 64 samples as the model sees them (mean ")

@@ -162,6 +162,21 @@ def test_classes_are_listed_lowest_first(tmp_path: Path) -> None:
         assert text in page.text
 
 
+def test_classes_of_a_segmenter_have_their_pixels(tmp_path: Path) -> None:
+    """`classes` is then the number of those that have any; each picture has a caption of its own."""
+    results = {"mIoU": 0.25, "classes": 2, "per_class": {"sky": 0.5, "sea": 0.0, "road": None}}
+    pixels = {"sky": (4000, 3000), "sea": (50, 0), "road": (0, 0)}
+    results["pixels"] = {name: {"pixels": a, "right": b} for name, (a, b) in pixels.items()}
+    folder = write_run(tmp_path / "a", **{"best/results.json": results})
+    (folder / "pictures").mkdir()
+    for name in ("predictions", "worst"):
+        Image.new("RGB", (40, 30)).save(folder / "pictures" / f"{name}.png")
+    page = Page(folder)
+    assert "class IoU pixels right sea 0.00 % 50 0 sky 50.00 % 4,000 3,000 road - 0 0" in page.text
+    assert "predictions beside the truth images with the fewest right pixels" in page.text
+    assert "could not be made" not in page.text
+
+
 def test_the_command_to_repeat_is_one_command(tmp_path) -> None:
     (tmp_path / "status.json").write_text("{}")
     typed = "cls.py --epochs 3"

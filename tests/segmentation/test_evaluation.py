@@ -1,20 +1,24 @@
 """Metrics equal a short script of their own, and each pixel is compared at the size of its image."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from common.classification.balancing import weigh_counts
 from common.classification.batches import SelectClasses
 from common.distributed.collectives import rank, world_size
 from common.segmentation import evaluation as evaluation_module
+from common.segmentation import plots
 from common.segmentation.evaluation import Evaluation, compare_pixels, compute_metrics
 from common.segmentation.losses import build_loss
 from common.segmentation.masks import IGNORED
 from common.segmentation.models import build_segmenter
+from tests.harness.pictures import collect_texts
 
 pytestmark = pytest.mark.smoke
 
@@ -167,3 +171,124 @@ def test_an_evaluation_counts_each_pixel_once(processes, ranks: int) -> None:
         assert results["pixel_accuracy"] == pytest.approx(
             confusion.diagonal().sum() / is_labelled.sum().item()
         )
+
+
+class Grey(Unlabelled):
+    """Grey images of 8 x 10 pixels with masks of three classes."""
+
+    def get_name(self, index: int) -> str:
+        return f"{index}.png"
+
+    get_listed_name = get_name
+
+    def load_image(self, index: int) -> Image.Image:
+        return Image.new("RGB", (10, 8), (100, 100, 100))
+
+
+# The worst image, and the third worst.
+UNREAD = 53
+UNLABELLED = 39
+
+
+def make_worse(num_images: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks int16[N, 8, 10], and predictions that have i errors in image `(7 * i) % N`."""
+    generator = torch.Generator().manual_seed(0)
+    masks = torch.randint(3, (num_images, 8, 10), dtype=torch.int16, generator=generator)
+    predicted = masks.clone()
+    for i in range(num_images):
+        index = (7 * i) % num_images
+        predicted[index].view(-1)[:i] = (masks[index].view(-1)[:i] + 1) % 3
+    masks[UNLABELLED] = IGNORED
+    return masks, predicted
+
+
+def evaluate_worst(masks: torch.Tensor, predicted: torch.Tensor) -> Evaluation:
+    """An evaluation of which each rank has every `world_size()`th image."""
+    evaluation = Evaluation(Grey(masks), torch.device("cpu"))
+    for i in range(rank(), len(masks), world_size()):
+        side = 0 if i == UNREAD else 1
+        batch = SimpleNamespace(
+            images=torch.zeros(1, 3, 8, 10),
+            labels=masks[i : i + 1],
+            positions=torch.tensor([i]),
+            sizes=torch.tensor([[10 * side, 8 * side]]),
+        )
+        logits = F.one_hot(predicted[i].long(), 3).movedim(2, 0)[None].double()
+        evaluation.update(batch, logits)
+        assert len(evaluation.shown) <= 24 + plots.NUM_COLUMNS
+    evaluation.results()
+    return evaluation
+
+
+def draw_on_rank(masks: torch.Tensor, predicted: torch.Tensor) -> dict:
+    """By the name of a picture: the indices and the predictions that it is drawn of."""
+    drawn = {}
+
+    def draw(name: str, function, source, predictions, indices=(), *_) -> None:
+        if name != "confusion":
+            drawn[name] = {index: predictions[index].tolist() for index in indices}
+
+    evaluation = evaluate_worst(masks, predicted)
+    if not rank():
+        evaluation.draw(SimpleNamespace(draw=draw))
+    return drawn
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_worst_images_are_drawn_on_any_layout(processes, ranks: int) -> None:
+    """Those with the most wrong pixels come first; others have no label or could not be read."""
+    masks, predicted = make_worse(60)
+    drawn = processes.run(draw_on_rank, masks, predicted, ranks=ranks)[0]
+    ranked = [(7 * i) % 60 for i in range(59, 0, -1)]
+    assert (ranked[0], ranked[2]) == (UNREAD, UNLABELLED)
+    expected = [ranked[1], *ranked[3:26]]
+    assert list(drawn["worst"]) == expected
+    assert len(drawn["predictions"]) == plots.NUM_COLUMNS
+    for predictions in drawn.values():
+        for index, values in predictions.items():
+            assert values == predicted[index].tolist(), index
+
+
+def test_the_worst_images_have_the_rows_of_predictions_csv() -> None:
+    masks, predicted = make_worse(60)
+    columns, *rows = evaluate_worst(masks, predicted).worst()
+    assert columns == ("image", "path", "pixel_accuracy", "loss", "labelled_pixels")
+    assert len(rows) == 24
+    picture, name, accuracy, loss, num_labelled = rows[0]
+    worst = 7 * 58 % 60
+    assert (name, accuracy, num_labelled) == (f"{worst}.png", round(22 / 80, 7), 80)
+    logits = F.one_hot(predicted[worst].long(), 3).movedim(2, 0)[None].double()
+    expected = F.cross_entropy(logits, masks[worst][None].long())
+    assert loss == pytest.approx(expected.item(), abs=1e-6)
+    image, truth, predictions, differences = np.split(np.asarray(picture), 4, axis=1)
+    assert (image == 100).all()
+    colours = plots.make_colours(3)
+    assert (truth == colours[masks[worst]]).all()
+    assert (predictions == colours[predicted[worst]]).all()
+    is_blue = differences[..., 2] > differences[..., 0]
+    assert (is_blue == (masks[worst] == predicted[worst]).numpy()).all()
+    assert [row[2] for row in rows] == sorted(row[2] for row in rows)
+
+
+def test_a_sheet_names_the_most_frequent_error(tmp_path: Path, monkeypatch) -> None:
+    mask = torch.zeros(8, 10, dtype=torch.int16)
+    mask[:2] = 1
+    mask[2] = IGNORED
+    predicted = mask.clone()
+    predicted[0] = 2  # ten of class 1
+    predicted[5, :4] = 1  # and four of class 0
+    drawn = []
+    monkeypatch.setattr(plots, "draw_cells", lambda cells, *_: drawn.extend(cells))
+    predictions = {0: predicted.numpy()}
+    plots.draw_worst(Grey([mask]), predictions, [0, 1], ("a", "b", "c"), tmp_path)
+    (cell,) = drawn
+    assert cell.caption == "80.0 % right\nb → c"
+    is_orange = (cell.pixels != 100).any(2)
+    assert (is_orange == ((mask != predicted) & (mask != IGNORED)).numpy()).all()
+
+
+def test_millions_of_pixels_fit_into_their_cell(tmp_path: Path, monkeypatch) -> None:
+    counts = np.array([[3_745_307, 12, 0], [1616, 99_999, 0]])
+    path = tmp_path / "run/pictures/confusion.png"
+    texts = collect_texts(monkeypatch, lambda: plots.draw_confusion(counts, "ab", path))
+    assert {"3.7M", "12", "1,616", "99,999"} <= set(texts)

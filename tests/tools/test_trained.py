@@ -14,7 +14,7 @@ from common.errors import Refused
 from tests.harness.outcomes import Outcome
 from tests.tools.changed import update_json
 from tools.command_line import hide_unset_flag, refuse_unwritable
-from tools.trained import RECIPES, load
+from tools.trained import RECIPES, TrainedModel, load, load_recipe
 
 
 def test_a_run_folder_is_taken_by_init_as_tools_take_it(trained_detector) -> None:
@@ -134,6 +134,24 @@ def test_another_source_than_the_runs_is_not_used_unasked(trained_classifier, tm
     assert load(str(best), ["--recipe", str(RECIPES / "cls.py")]).recipe.__file__ == str(
         RECIPES / "cls.py"
     )
+
+
+@pytest.mark.parametrize(
+    "recipe, old, new, task",
+    [
+        ("seg", "decoder", "neck", "segmentation"),
+        ("cls", "label_smoothing", "decoder", "classification"),
+        ("det", "width", "decoder", "detection"),
+    ],
+)
+def test_a_flag_of_a_copy_does_not_decide_the_task(tmp_path, recipe, old, new, task) -> None:
+    text = (RECIPES / f"{recipe}.py").read_text()
+    assert f"    {old}: " in text
+    copy = tmp_path / "mine.py"
+    copy.write_text(text.replace(old, new))
+    module = load_recipe(copy)
+    trained = TrainedModel(module, module.Config(), None)
+    assert hasattr(trained.config, new) and trained.task == task
 
 
 @pytest.mark.parametrize(

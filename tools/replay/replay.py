@@ -89,7 +89,7 @@ class StepRecorder(Observer):
         images = self._train_set.describe_images(batch)
         positions = batch.positions.tolist()
         for position, image, loss in zip(positions, images, losses.tolist(), strict=True):
-            label, name, boxes = image
+            label, name, boxes, *_ = image
             row = {"position": position, "image": name, "label": label, "loss": loss}
             if boxes:
                 row["boxes"] = []
