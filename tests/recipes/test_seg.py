@@ -13,7 +13,7 @@ from PIL import Image
 from common.segmentation.sources import Spec, load
 from tests.harness.outcomes import Outcome
 
-WORDS = (
+FLAGS = (
     "--model test_resnet --width 32 --crop_size 64 --batch_norm group --global_batch_size 8 --max_steps "
     "12 --eval_every 12 --log_every 1 --lr 5e-3 --ema_decay 0.5"
 ).split()
@@ -29,7 +29,7 @@ def trained(forks, regions, tmp_path_factory) -> Outcome:
     data = shutil.copytree(regions, folder / "data")
     for split in ("train", "val"):
         (data / "images" / split / "1.jpg").write_bytes(b"no image")
-    args = ["--data", data] + WORDS + ["--output_dir", folder / "runs", "--name", "a"]
+    args = ["--data", data] + FLAGS + ["--output_dir", folder / "runs", "--name", "a"]
     ended = forks(args + ["--max_broken_share", 0.5], recipe="seg", pictures=True)
     assert ended.code == 0, ended
     return Outcome(stdout=ended.stdout, folder=folder / "runs/a")
@@ -134,7 +134,7 @@ def test_a_table_trains_as_the_same_files_in_folders(run_several, regions, tmp_p
         "saved": ["--data", tmp_path / "saved", *names],
         "csv": ["--data", tmp_path / "a.csv", *names],
     }
-    cases = {name: [*words, *WORDS, "--max_steps", 4] for name, words in cases.items()}
+    cases = {name: [*words, *FLAGS, "--max_steps", 4] for name, words in cases.items()}
     outcomes = run_several(2, cases, recipe="recipes/seg.py")
     folder = outcomes.pop("folder")
     for outcome in outcomes.values():
@@ -149,8 +149,8 @@ def test_outlines_of_an_unreadable_image_count_as_wrong(forks, scenes, tmp_path)
     data = shutil.copytree(scenes, tmp_path / "data")
     file = data / "val/1.png"
     file.write_bytes(file.read_bytes()[:2000])
-    words = ["--data", data, *WORDS, "--max_steps", 2, "--output_dir", tmp_path, "--name", "a"]
-    ended = forks(*words, recipe="seg")
+    args = ["--data", data] + FLAGS + ["--max_steps", 2, "--output_dir", tmp_path, "--name", "a"]
+    ended = forks(args, recipe="seg")
     assert ended.code == 0, ended
     assert "counts as wrong: " in ended.stdout and "val/1.png" in ended.stdout
     rows = list(csv.DictReader((tmp_path / "a/best/predictions.csv").open()))
@@ -164,8 +164,8 @@ def test_classes_without_a_pixel_are_named_once(forks, regions, tmp_path) -> Non
     data = shutil.copytree(regions, tmp_path / "data")
     unused = [f"unused {i}" for i in range(7)]
     (data / "classes.txt").write_text("\n".join(["ground", "leaf", "sky", *unused]))
-    words = ["--data", data] + WORDS + ["--eval_every", 6, "--output_dir", tmp_path, "--name", "a"]
-    ended = forks(words, recipe="seg")
+    args = ["--data", data] + FLAGS + ["--eval_every", 6, "--output_dir", tmp_path, "--name", "a"]
+    ended = forks(args, recipe="seg")
     assert ended.code == 0, ended
     line = (
         "7 of 10 classes have no labelled pixel in the images to evaluate on, and are left out of "
@@ -190,7 +190,7 @@ def test_classes_without_a_pixel_are_named_once(forks, regions, tmp_path) -> Non
 def test_impossible_settings_are_refused_in_one_line(
     flags, message, forks, regions, tmp_path
 ) -> None:
-    args = ["--data", regions] + WORDS + ["--output_dir", tmp_path] + flags.split()
+    args = ["--data", regions] + FLAGS + ["--output_dir", tmp_path] + flags.split()
     ended = forks(args, recipe="seg")
     assert ended.code == 2 and ended.stderr.startswith(f"seg.py: {message}"), ended
     assert len(ended.stderr.splitlines()) == 1
