@@ -74,7 +74,7 @@ BENCHMARKS = input_pipeline loop detection startup checkpoint shards
 bench: $(RUN_STAMP) ## run the benchmarks; takes ten minutes (BENCHMARKS="loop startup" ARGS="--turns 5")
 	@for name in $(BENCHMARKS); do $(RUN) benchmarks/$$name.py $(or $(ARGS),--turns 2) || exit; done
 
-compare: $(RUN_STAMP) ## compare trainers on 1 to 3 processes and after a kill (docs/comparison.md; ARGS="--checkouts FOLDER")
+compare: $(RUN_STAMP) ## compare trainers on 1 to 3 processes and after a kill (docs/comparison.md; ARGS="--repeat 3")
 	@OMP_NUM_THREADS=1 $(RUN) benchmarks/comparison/compare.py $(ARGS)
 
 gpu: $(DEV_STAMP) ## run the tests for GPUs on this machine's, print their figures, and measure its speed (ARGS="-k resume")

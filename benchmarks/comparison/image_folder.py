@@ -3,12 +3,18 @@
 from pathlib import Path
 
 import timm
+from torch import nn
+from torch.optim import SGD
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 
-def build_model():
+def build_model() -> nn.Module:
     return timm.create_model("test_vit", img_size=32, num_classes=10)
+
+
+def build_optimizer(model: nn.Module) -> SGD:
+    return SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
 def open_images(data: Path) -> tuple[ImageFolder, ImageFolder]:

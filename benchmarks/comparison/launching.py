@@ -3,16 +3,18 @@
 import os
 import runpy
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
-from torch.nn.parallel import DistributedDataParallel
 from torchvision.transforms import RandomHorizontalFlip, RandomResizedCrop
 from tracing import trace
+
+CHECKOUTS = Path("build/checkouts").resolve()  # of the scripts that are in no package
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,9 @@ class Launch:
 
     folder: Path  # where the ranks work; a resumed start has that of the killed one
     data: Path
-    checkouts: Path  # has folders with the scripts of some trainers
     variant: str  # of the subject
     num_processes: int
-    global_batch_size: int = 24
+    global_batch_size: int
     augment: bool = True
     seed: int = 0
     kill_after: int = 0  # steps; 0 for never
@@ -40,6 +41,11 @@ class Launch:
     def batch_size(self) -> int:
         return self.global_batch_size // self.num_processes
 
+    def get_checkpoint(self, name: str) -> str | None:
+        """The path of a checkpoint to resume from or to evaluate; None to train from scratch."""
+        folder = self.folder if self.resume else self.weights
+        return f"{folder}/{name}" if folder else None
+
 
 def start(launch: Launch, train: Callable[[Launch], None]) -> None:
     """Run `train` on each rank, in forks of this process.
@@ -47,10 +53,10 @@ def start(launch: Launch, train: Callable[[Launch], None]) -> None:
     Raises RuntimeError with the output if one fails that was not to be killed.
     """
     launch.log.mkdir(parents=True)
-    port = get_free_port()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
     ranks = []
     for rank in range(launch.num_processes):
-        ranks.append(get_context("fork").Process(target=run_rank, args=(launch, train, rank, port)))
+        ranks.append(get_context("fork").Process(target=run_rank, args=(launch, train, str(rank))))
         ranks[-1].start()
     for process in ranks:
         process.join()
@@ -58,33 +64,30 @@ def start(launch: Launch, train: Callable[[Launch], None]) -> None:
         raise RuntimeError("".join(path.read_text() for path in launch.log.glob("*.txt")))
 
 
-def run_rank(launch: Launch, train: Callable[[Launch], None], rank: int, port: int) -> None:
+def run_rank(launch: Launch, train: Callable[[Launch], None], rank: str) -> None:
     sys.stdout = sys.stderr = (launch.log / f"{rank}.txt").open("w")
     os.chdir(launch.folder)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
-    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(launch.num_processes)))
+    size = str(launch.num_processes)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # checkpoints have options in them, too
     torch.manual_seed(launch.seed)  # for trainers that don't
-    forget_device_ids()
     if not launch.augment:  # of torchvision; other trainers have a flag
         RandomResizedCrop.get_params = lambda _, image, *args: (0, 0, image.height, image.width)
-        RandomHorizontalFlip.forward = lambda _, image: image
+        RandomHorizontalFlip.p = property(lambda _: 0, lambda *_: None)
     trace(launch.log / f"{rank}.jsonl", launch.data, launch.kill_after, launch.weights is not None)
     train(launch)
 
 
-def forget_device_ids() -> None:
-    """Trainers that are written for GPUs name a device to DDP, which refuses one on the CPU."""
-    initialize = DistributedDataParallel.__init__
-
-    def initialize_on_cpu(network, module, **kwargs):
-        initialize(network, module, **kwargs | {"device_ids": None})
-
-    DistributedDataParallel.__init__ = initialize_on_cpu
-
-
-def run_script(path: Path, args: str) -> None:
-    """Be the script at `path` with this command line."""
+def run_script(path: Path, args: str, changes: Mapping[str, str] | None = None) -> None:
+    """Be the script at `path` with this command line, or a copy with changes of its folder's texts."""
+    if changes:
+        folder = Path(tempfile.mkdtemp())
+        for source in path.parent.glob("*.py"):
+            text = source.read_text()
+            for old, new in changes.items():
+                text = text.replace(old, new)
+            (folder / source.name).write_text(text)
+        path = folder / path.name
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path), *args.split()]
     runpy.run_path(str(path), run_name="__main__")

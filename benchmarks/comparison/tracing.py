@@ -1,4 +1,4 @@
-"""What a rank of a run does, as lines of JSON: the files of each batch, each loss, each step.
+"""What a rank of a run does: for each step, a line of JSON with its loss and the files it saw.
 
 All is seen from below the trainer: files as Python opens them while a data set is asked for a
 batch, losses as `Tensor.backward` is called on them, steps as torch's optimizers make them.
@@ -16,44 +16,51 @@ from torch.optim import optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+# accelerate's example has images to train on and to evaluate on in one folder: sizes tell them apart.
+VAL_SIZES = (101, 96)
+
 
 def trace(path: Path, data: Path, kill_after: int, is_frozen: bool) -> None:
-    """From here on, write the events of this process to `path`.
+    """From here on, write the steps of this process to `path`.
 
     kill_after: SIGKILL after so many steps; 0 for never.
     is_frozen: steps change nothing, for trainers that evaluate only after an epoch of training.
     """
     log = path.open("a", buffering=1)
-    files: list[str] = []
+    opened = []
+    batches = []  # fetched, and not trained on yet: in this order they will be
+    losses = []
     steps = itertools.count(1)
     backward = torch.Tensor.backward
     fetch = _MapDatasetFetcher.fetch
 
-    def write(**event) -> None:
-        log.write(f"{json.dumps(event)}\n")  # print is silenced by some trainers
-
     def note_open(event: str, args: tuple) -> None:
         path = args[0] if event == "open" else ""
-        if str(path).startswith(f"{data}/") and path not in files[-1:]:  # some open it twice
-            files.append(path)
+        if str(path).startswith(f"{data}/") and path not in opened[-1:]:  # some open it twice
+            opened.append(path)
 
     def note_fetch(fetcher, indices):
-        files.clear()
+        opened.clear()
         batch = fetch(fetcher, indices)
-        dataset = fetcher.dataset
-        # One without a length is ours, which is asked for positions of a stream.
-        write(files=files, size=len(dataset) if hasattr(dataset, "__len__") else 0)
+        # A data set without a length is ours, which is asked for positions of a stream.
+        size = len(fetcher.dataset) if hasattr(fetcher.dataset, "__len__") else 0
+        if opened and size not in VAL_SIZES and "/val" not in opened[0]:
+            batches.append(opened.copy())
         return batch
 
     def note_backward(tensor, gradient=None, **kwargs):
-        loss = tensor.detach().double()
-        write(loss=float((loss if gradient is None else loss * gradient).sum()))
+        if batches:  # a loss before the first batch is no part of training
+            weight = 1 if gradient is None else gradient
+            losses.append(float((tensor.detach().double() * weight).sum()))
         return backward(tensor, gradient, **kwargs)
 
     def note_step(*_) -> None:
-        step = next(steps)
-        write(step=step)
-        if step == kill_after:
+        files = []
+        for _ in losses:
+            files += batches.pop(0)
+        log.write(f"{json.dumps([sum(losses), files])}\n")  # print is silenced by some trainers
+        losses.clear()
+        if next(steps) == kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(note_open)

@@ -1,20 +1,21 @@
-"""Trainer of Lightning."""
+"""Trainer of Lightning, and AutoTimm's, which is one: CPU, gloo; a checkpoint each 5 steps.
 
-import lightning
+AutoTimm: test_vit at 32 pixels, neither pretrained nor compiled; no search for a learning rate;
+"light" augmentation, as all have. It prints the loss of the images that the first process evaluates.
+"""
+
+import pytorch_lightning as pl
 import torch.nn.functional as F
-from image_folder import build_model, open_images
+from autotimm import AutoTrainer, BackboneConfig, ImageClassifier, ImageDataModule
+from data import CLASSIFICATION
+from image_folder import build_model, build_optimizer, open_images
 from launching import Launch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.optim import SGD
-from torch.utils.data import DataLoader
 
-VARIANTS = {"Lightning": 20}
-VERSION = lightning.__version__
-METRIC = r"val_accuracy\D*([\d.]+)"
-CHANGES = "CPU, gloo; a checkpoint each 5 steps"
+VARIANTS = {"Lightning": CLASSIFICATION, "AutoTimm": CLASSIFICATION}
+METRIC = r"val/loss\D*([\d.]+)"
 
 
-class Classifier(lightning.LightningModule):
+class Classifier(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.model = build_model()
@@ -24,30 +25,34 @@ class Classifier(lightning.LightningModule):
         return F.cross_entropy(self.model(images), labels)
 
     def validation_step(self, batch, index):
-        images, labels = batch
-        is_correct = self.model(images).argmax(1) == labels
-        self.log("val_accuracy", is_correct.float().mean(), sync_dist=True)
+        self.log("val/loss", self.training_step(batch, index), sync_dist=True)
 
     def configure_optimizers(self):
-        return SGD(self.parameters(), lr=0.02, momentum=0.9)
+        return build_optimizer(self)
 
 
 def train(launch: Launch) -> None:
-    lightning.seed_everything(launch.seed, workers=True)
-    train_images, val_images = open_images(launch.data)
-    model = Classifier()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=launch.num_processes,
-        max_epochs=2,
-        deterministic=True,
-        callbacks=[ModelCheckpoint(".", filename="{step}", every_n_train_steps=5, save_top_k=-1)],
+    pl.seed_everything(launch.seed, workers=True)
+    saving = pl.callbacks.ModelCheckpoint(
+        ".", filename="{step}", every_n_train_steps=5, save_top_k=-1
     )
-    val_loader = DataLoader(val_images, launch.batch_size)
+    options = {"accelerator": "cpu", "devices": launch.num_processes, "max_epochs": 2}
+    options |= {"callbacks": [saving], "deterministic": True}
+    if launch.variant == "AutoTimm":
+        data = ImageDataModule(
+            launch.data, image_size=32, batch_size=launch.batch_size, augmentation_preset="light"
+        )
+        backbone = BackboneConfig("test_vit", pretrained=False, extra_kwargs={"img_size": 32})
+        model = ImageClassifier(backbone, num_classes=10, compile_model=False)
+        trainer = AutoTrainer(tuner_config=False, **options)
+    else:
+        images = open_images(launch.data)
+        data = pl.LightningDataModule.from_datasets(*images, batch_size=launch.batch_size)
+        model = Classifier()
+        trainer = pl.Trainer(**options)
+    checkpoint = launch.get_checkpoint("step=20.ckpt")
     if launch.weights:
-        checkpoint = launch.weights / "step=30.ckpt"
-        trainer.validate(model, val_loader, ckpt_path=checkpoint, weights_only=False)
-        return
-    train_loader = DataLoader(train_images, launch.batch_size, shuffle=True)
-    checkpoint = "step=20.ckpt" if launch.resume else None
-    trainer.fit(model, train_loader, val_loader, ckpt_path=checkpoint, weights_only=False)
+        data.setup("fit")  # AutoTimm's has no images for "validate"
+        trainer.validate(model, data.val_dataloader(), ckpt_path=checkpoint)
+    else:
+        trainer.fit(model, datamodule=data, ckpt_path=checkpoint)

@@ -1,12 +1,12 @@
-"""timm's train.py, which is no part of its package."""
+"""timm's train.py: CPU, no device ids; test_vit at 32 pixels; SGD with momentum; no warm-up."""
 
-import timm
-from launching import Launch, run_script
+from data import CLASSIFICATION
+from launching import CHECKOUTS, Launch, run_script
 
-VARIANTS = {"timm train.py, last": 16, "timm train.py, recovery-1-4": 21}
-VERSION = timm.__version__
+RECOVERY = "timm train.py, recovery-1-4"
+VARIANTS = {"timm train.py, last": CLASSIFICATION, RECOVERY: CLASSIFICATION}
+SAVED_AT = {RECOVERY: 21}
 METRIC = r"Acc@1: +\S+ +\( *([\d.]+)\)"
-CHANGES = "CPU, no device ids for DDP; test_vit at 32 pixels; SGD with momentum; no warm-up"
 ARGS = """--val-split val --model test_vit --img-size 32 --input-size 3 32 32 --crop-pct 1
     --num-classes 10 --device cpu --epochs 2 --opt momentum --lr 0.02 --warmup-epochs 0
     --output output --experiment run --recovery-interval 5"""
@@ -20,4 +20,4 @@ def train(launch: Launch) -> None:
         args += f" --resume output/run/{launch.variant.split()[-1]}.pth.tar --experiment resumed"
     if launch.weights:
         args += f" --initial-checkpoint {launch.weights}/output/run/last.pth.tar --epochs 1"
-    run_script(launch.checkouts / "timm" / "train.py", args)
+    run_script(CHECKOUTS / "timm/train.py", args, {"device_ids=[device], ": ""})

@@ -1,42 +1,54 @@
-"""torchvision's references/classification/train.py."""
+"""torchvision's references: CPU, gloo, no device ids; a seed. Classification: test_vit at 32 pixels.
 
-import argparse
+Detection: FCOS of one convolution at 96 pixels.
+"""
 
-import torch
-import torchvision
+from data import CLASSIFICATION, DETECTION
 from image_folder import build_model
-from launching import Launch, run_script
+from launching import CHECKOUTS, Launch, run_script
+from torch import nn
 from torchvision.models._api import register_model
+from torchvision.models.detection import FCOS
+from torchvision.models.detection.anchor_utils import AnchorGenerator
 
-VARIANTS = {"torchvision references, classification": 17}
-VERSION = torchvision.__version__
-METRIC = r"Acc@1 ([\d.]+)"
-CHANGES = "CPU, gloo, no device ids; test_vit at 32 pixels; Namespace in checkpoints; a seed"
-ARGS = """--model test_vit --device cpu --epochs 2 --lr 0.02 --workers 0 --output-dir .
-    --train-crop-size 32 --val-resize-size 32 --val-crop-size 32"""
+VARIANTS = {
+    "torchvision references, classification": CLASSIFICATION,
+    "torchvision references, detection": DETECTION,
+}
+METRIC = r"(?:Acc@1|\(AP\) @\[ IoU=0.50:0.95 \| area=   all \| maxDets=100 \] =) ([\d.]+)"
+ARGS = {
+    "classification": """--model test_vit --lr 0.02 --train-crop-size 32 --val-resize-size 32
+        --val-crop-size 32""",
+    "detection": "--model small_fcos --lr 0.01",
+}
+CHANGES = {
+    '"nccl"': '"gloo"',
+    '"cuda"': '"cpu"',
+    "torch.cuda.set_device(args.gpu)": "",
+    "device_ids=[args.gpu]": "",
+    "weights_only=True": "weights_only=False",
+}
+
+
+@register_model("test_vit")
+def build_vit(**_unused) -> nn.Module:
+    return build_model()
+
+
+@register_model("small_fcos")
+def build_fcos(num_classes: int, **_unused) -> FCOS:
+    backbone = nn.Conv2d(3, 32, kernel_size=8, stride=8)
+    anchors = AnchorGenerator(((8,),), ((1.0,),))
+    return FCOS(backbone, num_classes, min_size=96, max_size=96, anchor_generator=anchors)
 
 
 def train(launch: Launch) -> None:
-    register_model("test_vit")(lambda weights, num_classes: build_model())
-    run_references(launch, "classification", ARGS)
-
-
-def run_references(launch: Launch, task: str, args: str) -> None:
-    """Run train.py of a task's references on the CPU: train, resume or only evaluate."""
-    move_to_cpu()
-    torch.serialization.add_safe_globals([argparse.Namespace])
+    task = launch.variant.split()[-1]
+    args = f"{ARGS[task]} --device cpu --epochs 2 --workers 0 --output-dir ."
     args += f" --data-path {launch.data} --batch-size {launch.batch_size}"
-    if launch.resume:
-        args += " --resume checkpoint.pth"
+    checkpoint = launch.get_checkpoint("checkpoint.pth")
+    if checkpoint:
+        args += f" --resume {checkpoint}"
     if launch.weights:
-        args += f" --test-only --resume {launch.weights}/checkpoint.pth"
-    run_script(launch.checkouts / f"vision/references/{task}/train.py", args)
-
-
-def move_to_cpu() -> None:
-    """The references name CUDA and NCCL in their code."""
-    build_tensor = torch.tensor
-    start_group = torch.distributed.init_process_group
-    torch.cuda.set_device = lambda device: None
-    torch.tensor = lambda *args, device=None, **kwargs: build_tensor(*args, **kwargs)
-    torch.distributed.init_process_group = lambda backend, **kwargs: start_group("gloo", **kwargs)
+        args += " --test-only"
+    run_script(CHECKOUTS / f"vision/references/{task}/train.py", args, CHANGES)

@@ -1,18 +1,16 @@
-"""Trainer of transformers."""
+"""Trainer of transformers: CPU, gloo; SGD with momentum; a checkpoint each 5 steps."""
 
 import torch.nn.functional as F
 import transformers
+from data import CLASSIFICATION
 from image_folder import build_model, open_images
 from launching import Launch
-from safetensors.torch import load_file
+from safetensors.torch import load_model
 from torch import nn
 from torch.utils.data import default_collate
-from transformers import HfArgumentParser, Trainer, TrainingArguments
 
-VARIANTS = {"transformers Trainer": 20}
-VERSION = transformers.__version__
+VARIANTS = {"transformers Trainer": CLASSIFICATION}
 METRIC = r"'eval_accuracy': '?([\d.]+)"
-CHANGES = "CPU, gloo; SGD with momentum; a checkpoint each 5 steps"
 ARGS = """--output_dir . --use_cpu --num_train_epochs 2 --learning_rate 0.02
     --lr_scheduler_type cosine --optim sgd --optim_args momentum=0.9 --save_steps 5
     --eval_strategy epoch --remove_unused_columns False --report_to none"""
@@ -44,20 +42,21 @@ def train(launch: Launch) -> None:
         --per_device_eval_batch_size {launch.batch_size}"""
     if launch.num_processes > 1:
         args += " --ddp_backend gloo"
-    training_args = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(args.split())[0]
+    parser = transformers.HfArgumentParser(transformers.TrainingArguments)
+    (training_args,) = parser.parse_args_into_dataclasses(args.split())
     transformers.set_seed(launch.seed)
     train_images, val_images = open_images(launch.data)
     model = Classifier()
-    trainer = Trainer(
-        model=model,
-        args=training_args,
-        train_dataset=train_images,
-        eval_dataset=val_images,
-        data_collator=collate,
+    trainer = transformers.Trainer(
+        model,
+        training_args,
+        collate,
+        train_images,
+        val_images,
         compute_metrics=compute_accuracy,
     )
     if launch.weights:
-        model.load_state_dict(load_file(launch.weights / "checkpoint-34/model.safetensors"))
+        load_model(model, launch.weights / "checkpoint-20/model.safetensors")
         print(trainer.evaluate())
     else:
-        trainer.train(resume_from_checkpoint=launch.resume)
+        trainer.train(resume_from_checkpoint=launch.get_checkpoint("checkpoint-20"))
