@@ -60,7 +60,7 @@ def test_a_run_leaves_its_pictures_predictions_and_results(trained) -> None:
     assert content["pixel_accuracy"] == right / labelled
 
 
-def test_each_image_has_a_row_and_the_unreadable_one_counts_as_wrong(trained) -> None:
+def test_each_image_has_a_row_and_an_unreadable_one_is_wrong(trained) -> None:
     rows = list(csv.DictReader((trained.folder / "best/predictions.csv").open()))
     assert len(rows) == 7
     content = json.loads((trained.folder / "best/results.json").read_text())
