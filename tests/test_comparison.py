@@ -106,7 +106,7 @@ def test_the_comparison_sees_samples_of_detectors(launch: Launcher, tmp_path) ->
 def test_the_comparison_adds_to_its_results(launch: Launcher, tmp_path) -> None:
     theirs = {"loss 1 to 2, 2 to 3": [[0.15, 2.34e-16], [0.2, 0.01]]}
     (tmp_path / "results.json").write_text(json.dumps({"theirs": theirs}))
-    done = launch.start_python("-c", RESULTS, tmp_path).finish(120)
+    done = launch.start_python(["-c", RESULTS, tmp_path]).finish(120)
     assert done.returncode == 0, done.stderr
     absent = {"absent": "No module named 'subjects.absent'"}
     assert json.loads(done.stdout) == absent
