@@ -76,9 +76,14 @@ def _write_torch_export(
 
 
 def _write_onnx(program: torch.export.ExportedProgram, outputs: Sequence[str], file: Path) -> None:
+    from onnxscript.function_libs.torch_lib.ops.core import aten_sort
+
     onnx_program: Any = torch.onnx.export(
         program,
         opset_version=_OPSET,
+        # A stable sort has no translation of its own. `aten_sort` becomes TopK, which puts the lower
+        # of the indices of equal values first.
+        custom_translation_table={torch.ops.aten.sort.stable: aten_sort},
         input_names=["images"],
         output_names=list(outputs),
         verbose=False,

@@ -48,6 +48,8 @@ def build_random_model(name: str, classes: int = 91, frozen: bool = False) -> to
         for key, parameter in model.named_parameters():
             if re.search(r"(?<!rpn.head.)(cls_logits|cls_score)", key):
                 scale = 0.02 if key.startswith("head") else 0.05
+                if name == "fasterrcnn_resnet50_fpn_v2":  # its features are a hundred times larger
+                    scale = 0.001
                 parameter.normal_(0, scale) if parameter.dim() > 1 else parameter.fill_(
                     -2.0 * key.startswith("head")
                 )
