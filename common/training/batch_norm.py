@@ -64,7 +64,7 @@ class StepBatchNorm(_BatchNorm):
 
     mode: str
     group_size: int  # samples
-    step: "_StepStatistics"  # shared by the model's layers
+    step_statistics: "_StepStatistics"  # shared by the model's layers
     has_activation: bool  # timm's BatchNormAct2d drops and activates too
     # [3, channels]: sums over groups of the mean, of the unbiased variance, and of one.
     statistic_sums: Tensor

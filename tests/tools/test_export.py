@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import safetensors.numpy
 import skimage.data
@@ -322,3 +323,18 @@ def test_a_model_of_other_channels_is_refused_in_one_line() -> None:
     config = timm_models.resolve_data_config(model)
     with pytest.raises(Refused, match=r"^the model takes images of 4 channels, .* RGB .*best/"):
         classifier.build_preprocessing(config)
+
+
+class _Sorted(torch.nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.float().flatten(1).sort(dim=1, descending=True, stable=True).indices
+
+
+def test_equal_values_keep_their_order_in_onnx(tmp_path) -> None:
+    """Proposals of detectors are sorted so. Most of these pixels are equal to others."""
+    formats.write("onnx", _Sorted(), batched=False, outputs=["order"], folder=tmp_path)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    images = torch.from_numpy(skimage.data.astronaut()[None, :61, :50]).permute(0, 3, 1, 2)
+    images = images.contiguous()
+    (order,) = session.run(None, {"images": images.numpy()})
+    assert np.array_equal(order, _Sorted()(images).numpy())
