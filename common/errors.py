@@ -36,6 +36,12 @@ def describe_error(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
+def get_line(error: BaseException) -> str:
+    """The text of an error on one line; its type if it has none."""
+    text = " ".join(str(error).split())
+    return text if text else type(error).__name__
+
+
 def get_os_reason(error: Exception) -> str:
     """The system's own words, such as "No space left on device"; the error's text if there are none."""
     return getattr(error, "strerror", None) or str(error)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from common.errors import redact
+from common.errors import get_line, redact
 
 CACHE = "VISION_RECIPES_CACHE"  # environment variable that names the folder of `cache_folder`
 SMALL = 2**20  # bytes: far more than any preset, record of a run or label file has
@@ -249,7 +249,7 @@ def read_yaml(path: str | PathLike, limit: int, *, only_text: bool = False) -> A
     try:
         return yaml.load(read_text(path, limit), _TextLoader if only_text else _Loader)
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        raise ValueError(get_line(error)) from None
 
 
 _PLAIN_TAGS = (":bool", ":null", ":str", ":seq", ":map")

@@ -195,7 +195,7 @@ def _collect_class_columns(
             columns[key] = values
     same_as_leading = "recall" if title == "accuracy" else title.lower()
     # Of a segmenter, `classes` is their number.
-    details = results.get("pixels") or results.get("classes", {})
+    details = results["pixels"] if "pixels" in results else results.get("classes", {})
     for key in next(iter(details.values()), {}):
         if key != same_as_leading:
             columns[key] = {name: row[key] for name, row in details.items()}

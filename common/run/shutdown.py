@@ -10,7 +10,7 @@ from common.checkpoints.writer import Writer
 from common.config.fields import RunConfig
 from common.data.batch_plan import BatchPlan
 from common.distributed.collectives import gather_objects, is_lost_peer, is_main, rank
-from common.errors import Refused, RestartNeeded
+from common.errors import Refused, RestartNeeded, get_line
 from common.run import micro_batch, plots, report
 from common.run.folder import RunFolder, read_json, write_status, writing
 from common.run.progress import Progress
@@ -76,7 +76,7 @@ class Shutdown:
             return "resumable", ", ".join(causes)
         if error is None:
             return "finished", progress.ended_by
-        cause = " ".join(str(error).split()) or type(error).__name__
+        cause = get_line(error)
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             if requested_by:
                 cause = requested_by

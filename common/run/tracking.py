@@ -22,7 +22,7 @@ from typing import Any
 
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
-from common.errors import Refused
+from common.errors import Refused, get_line
 from common.patches.wandb import drop_exit_hook
 
 PACKAGES = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX"), "none": ()}
@@ -175,13 +175,13 @@ class Tracker:
                     metrics = {key: value for key, value in row.items() if key != "step"}
                     backend.log(row["step"], metrics)
         except Exception as error:  # no failure of a tracker may reach the training
-            return self._fail(_one_line(error))
+            return self._fail(get_line(error))
         self._where = backend.where
         while call := self._calls.get():
             try:
                 call(backend)
             except Exception as error:
-                self._fail(_one_line(error))
+                self._fail(get_line(error))
 
     def _fail(self, reason: str) -> None:
         if self._kind == "wandb":
@@ -189,7 +189,7 @@ class Tracker:
         if not self._failed:
             self._failed = True
             self._say(
-                f"{self._kind} failed ({reason}): training continues, metrics.jsonl has every row"
+                f"{self._kind} failed ({reason:.200}): training continues, metrics.jsonl has every row"
             )
 
 
@@ -216,7 +216,7 @@ class _WandB:
         except Exception as error:
             if not is_online:
                 raise
-            say(f"W&B can't be reached ({_one_line(error)}): its rows are written offline")
+            say(f"W&B can't be reached ({get_line(error):.200}): its rows are written offline")
             wandb.teardown()  # its service still holds the run id
             self.tracker = self._start("offline", folder, config, run_id)
         self.run = self.tracker.tracker
@@ -369,7 +369,3 @@ def _read_last_step(folder: Path) -> int:
         return json.loads(subprocess.run(inspect, capture_output=True, timeout=60).stdout)["step"]
     except (OSError, ValueError, KeyError, subprocess.SubprocessError):
         return 0
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -24,7 +24,7 @@ from common.data import tables
 from common.data.notes import Notes
 from common.distributed import watchdog
 from common.distributed.collectives import all_or_none, gather_objects, is_main, rank, world_size
-from common.errors import Refused, make_printable
+from common.errors import Refused, get_line, make_printable
 from common.randomness import key_of, mix
 from common.shards import parquet, tars
 from common.shards.names import is_parquet, is_remote, remove_signature
@@ -145,7 +145,7 @@ def _read_shard(shards: ShardList, number: int) -> str:
             f"{redact_name(name)}: damaged, or of a kind that pyarrow can't read"
         ) from None
     except (ValueError, KeyError) as error:  # KeyError: two columns have the same name
-        raise Refused(f"{redact_name(name)}: {' '.join(str(error).split())}") from None
+        raise Refused(f"{redact_name(name)}: {get_line(error)}") from None
     entries["shard"] = number
     buffers = [None, pa.py_buffer(entries.tobytes())]
     column = pa.Array.from_buffers(pa.binary(ENTRY.itemsize), len(entries), buffers)

@@ -25,7 +25,7 @@ from common.data.notes import Notes
 from common.data.source import hash_source
 from common.distributed.collectives import all_or_none, gather_objects, is_local_main, node_rank
 from common.durable import remove, replace_folder, sync_folder
-from common.errors import Refused, get_os_reason
+from common.errors import Refused, get_line, get_os_reason
 from common.files import CACHE, SMALL, get_cache_folder, open_regular, read_text
 from common.shards.entries import ENTRIES, ENTRY, HEADER, LEFT_OUT, ShardList, read_shards
 from common.shards.parquet import row_groups_of
@@ -176,9 +176,7 @@ def _concat_tables(shards: ShardList, shard_tables: list[pa.Table]) -> pa.Table:
     try:
         return pa.concat_tables(with_samples, promote_options="permissive")
     except pa.ArrowException as error:
-        raise Refused(
-            f"{shards}: labels are of several kinds: {' '.join(str(error).split())}"
-        ) from None
+        raise Refused(f"{shards}: labels are of several kinds: {get_line(error)}") from None
 
 
 def _read_labels(

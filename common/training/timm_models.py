@@ -24,7 +24,7 @@ from common.config.origin import find_indices, format_names, get_class_names, ke
 from common.config.parsing import suggest_names, suggest_path
 from common.data.images import MAX_PIXELS
 from common.distributed.collectives import is_main
-from common.errors import Refused
+from common.errors import Refused, get_line
 from common.files import check_regular
 from common.patches.huggingface_hub import go_offline
 
@@ -249,12 +249,10 @@ def _format_create_error(name: str, pretrained: bool, error: Exception) -> str:
         )
     else:
         problem = "can't be created"
-    reason = " ".join(str(error).split())
+    reason = get_line(error)
     # torch's message advises to leave `weights_only` out.
     if isinstance(error, EOFError) or "weights_only" in reason:
         reason = "its weights are no whole file of torch.save; copy the folder again"
-    elif not reason:
-        reason = type(error).__name__
     return f"--model {name}: {problem}: {reason:.250}"
 
 

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed.collectives import is_lost_peer
+from common.errors import describe_error
 from compat.horovod import collectives
 from compat.horovod.exceptions import HorovodInternalError
 from compat.horovod.requests import JOIN, WORLD, Request, find_disagreement
@@ -163,7 +164,7 @@ class Lane(threading.Thread):
                 self.stream.synchronize()
         except Exception as error:
             leaving_ranks = []
-            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            text = describe_error(error)
             if is_lost_peer(error):
                 text = "a rank has died, left or stopped: its connection is lost"
             reason = f"rank {self.engine.rank}: {text}"

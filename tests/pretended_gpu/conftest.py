@@ -26,7 +26,7 @@ class Gpus:
 
     def at_most(self, devices: int) -> int:
         """That many, or as many as this machine really has."""
-        return min(devices, self.real or devices)
+        return min(devices, self.real) if self.real else devices
 
     def start(
         self, config: str, argv: list, *, devices: int = 1, env: Mapping[str, str] | None = None
@@ -52,7 +52,9 @@ class Gpus:
     ) -> CompletedProcess[str]:
         """Runs `main` to its end in forks, one per GPU of `gib` GiB ("16,0.35": the first; all others)."""
         variables = self._get_variables(devices, gib)
-        variables |= {"ACCELERATE_MIXED_PRECISION": precision or "no"} | dict(env or {})
+        variables |= {"ACCELERATE_MIXED_PRECISION": precision if precision else "no"}
+        if env is not None:
+            variables |= env
         variables |= {"CUDA_VISIBLE_DEVICES": None, "ACCELERATE_USE_CPU": None}
         run = functools.partial(run_in_fork, main)
         done = self.forks().run_main(devices, run, variables, timeout=timeout)

@@ -98,7 +98,8 @@ class Kernels(TorchDispatchMode):
     """While this is on, the CPU computes what torch launches on CUDA devices."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        if kwargs is None:
+            kwargs = {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operators on shards come here next
         device = get_cuda_device(args, kwargs)

@@ -25,7 +25,7 @@ from common.distributed import devices
 from common.distributed.collectives import is_lost_peer
 from common.distributed.environment import get_parent_command
 from common.durable import replace_file
-from common.errors import Refused, make_printable
+from common.errors import Refused, describe_error, make_printable
 from common.launching.exit_codes import announce_exit, handle_stopping
 from common.launching.launch import share_cores
 from common.launching.launch_checks import check_launch, is_cpu_requested, parse_requested_processes
@@ -201,10 +201,7 @@ def _attempt(check: Check, world: World) -> list[Finding]:
         if isinstance(error, Refused):
             return [Finding(check.name, "failed", "refused", str(error))]
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = (
-            f"{type(error).__name__}: {' '.join(str(error).split()):.300} "
-            f"({frame.filename}:{frame.lineno})"
-        )
+        text = f"{describe_error(error):.300} ({frame.filename}:{frame.lineno})"
         return [Finding(check.name, "failed", "raised", make_printable(text))]
 
 
