@@ -48,7 +48,7 @@ def test_image_and_mask_stay_together(size, kept) -> None:
         assert share_aligned(image, mask) > 0.8
 
 
-def test_without_scaling_the_crop_is_a_part_of_the_image_bit_for_bit() -> None:
+def test_without_scaling_the_crop_has_the_bits_of_the_image() -> None:
     pair = make_pair(96, 120)
     for position in range(10):
         image, mask = PLAIN(pair, position)

@@ -76,7 +76,7 @@ def test_metrics_equal_a_short_script() -> None:
     assert nothing["mIoU"] is None and nothing["per_class"] == [None, None]
 
 
-def test_the_loss_is_the_mean_over_the_labelled_pixels_of_the_global_batch() -> None:
+def test_the_loss_is_a_mean_over_labelled_pixels_of_all_ranks() -> None:
     """However it is divided; an image without a labelled pixel counts 0."""
     torch.manual_seed(0)
     logits = torch.randn(4, 3, 8, 8, dtype=torch.float64, requires_grad=True)

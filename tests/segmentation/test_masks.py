@@ -103,7 +103,7 @@ def test_other_masks_are_broken(image, ignore_zero, message, tmp_path) -> None:
     assert str(error.value).startswith(message)
 
 
-def test_objects_are_painted_with_the_smaller_above_and_crowds_below() -> None:
+def test_smaller_objects_are_painted_above_and_crowds_below() -> None:
     masks = np.zeros((3, 4, 4), np.uint8)
     masks[0, :2] = 1  # 8 pixels
     masks[1, 0, :2] = 1  # 2 pixels, on it

@@ -234,9 +234,7 @@ def test_data_that_do_not_fit_are_refused_in_one_line(kind, message, tmp_path) -
 
 
 @pytest.mark.parametrize("short_side", [0, 8])
-def test_a_later_mask_of_another_size_is_a_broken_image_and_ends_an_evaluation(
-    short_side, tmp_path
-) -> None:
+def test_a_later_mask_of_another_size_ends_an_evaluation(short_side, tmp_path) -> None:
     name_classes(tmp_path, "a", "b")
     for number in range(8):
         draw_pair(tmp_path / "images", tmp_path / "masks", f"{number}", ids=number % 2)

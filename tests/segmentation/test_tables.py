@@ -134,7 +134,7 @@ def read_row(source, index: int) -> tuple[int, list, list]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_table_of_any_form_has_the_pixels_and_masks_of_the_files(form, files, tmp_path) -> None:
+def test_tables_of_any_form_have_the_pixels_and_masks_of_files(form, files, tmp_path) -> None:
     expected = {}
     for source in read(files):
         expected |= {read_row(source, i)[0]: read_row(source, i) for i in range(len(source))}
