@@ -284,9 +284,10 @@ def fill(func, results: Any, computed: Any) -> None:
 # ---- What the CPU computes in place of operators for which it has no kernel, by name
 
 
-SOFTMAX = ("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data")
+DECOMPOSED = ("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data")
+DECOMPOSED += ("_fused_rms_norm", "_fused_rms_norm_backward")
 INSTEAD: dict[str, Callable] = {
-    name: decomposition_table[getattr(aten, name).default] for name in SOFTMAX
+    name: decomposition_table[getattr(aten, name).default] for name in DECOMPOSED
 }
 
 
