@@ -31,7 +31,7 @@ def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """Type and text of an error on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 

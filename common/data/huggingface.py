@@ -15,7 +15,7 @@ from common.config.parsing import suggest_path
 from common.data.csv_files import read_csv, trim
 from common.data.splits import get_split_kind, group_by_split
 from common.data.tables import Split, is_text
-from common.errors import Refused
+from common.errors import Refused, describe_error
 from common.files import check_regular, is_junk, match_files
 
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?")
@@ -36,10 +36,9 @@ def open_table(data: str, *, has_metadata: bool = False) -> dict[str, Split] | N
         raise
     except Exception as error:  # `datasets` and the formats below it raise almost anything
         cause = error if error.__cause__ is None else error.__cause__
-        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
         hint = suggest_path(Path(data))
         raise Refused(
-            f"--data {data}: can't be read as a Hugging Face data set: {reason}{hint}"
+            f"--data {data}: can't be read as a Hugging Face data set: {describe_error(cause)}{hint}"
         ) from error
 
 

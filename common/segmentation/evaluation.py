@@ -82,8 +82,9 @@ class Evaluation:
             canvas_size = tuple(batch.images.shape[2:])
             predicted, losses = compare_pixels(logits[i], labels, canvas_size, (height, width))
             self._count(index, labels, predicted, losses.double().sum())
-            self.shown[index] = predicted.short().cpu().numpy()
-            self._select_shown(sorted([*self._worst, index]))
+            self._select_shown(sorted(self._worst + [index]))
+            if index in self._shown_indices.union(self._worst):
+                self.shown[index] = predicted.short().cpu().numpy()
 
     def _select_shown(self, indices: Sequence[int]) -> None:
         """Keep predictions of the worst of the images at these ascending indices, and the evenly spaced."""

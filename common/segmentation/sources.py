@@ -51,10 +51,7 @@ def load_data(config: Any, weights: Origin | None = None) -> tuple[Masked, Maske
     train: Any
     val: Any
     spec = Spec.from_config(config, weights)
-    if (
-        config.data == "digits"
-        or find_coco_files(Path(config.data).expanduser()).keys() - _OTHER_JSON
-    ):
+    if _has_outlines(config.data):
         spec.refuse_columns()
         if config.ignore_zero:
             raise Refused(
@@ -68,6 +65,14 @@ def load_data(config: Any, weights: Origin | None = None) -> tuple[Masked, Maske
     if weights is None:
         return train, val
     return data_spec.match_classes(weights, config.data, val)
+
+
+def _has_outlines(data: str) -> bool:
+    """True if the data are COCO's, or scenes of digits."""
+    if data == "digits":
+        return True
+    files = find_coco_files(Path(data).expanduser())
+    return bool(files.keys() - _OTHER_JSON)
 
 
 def load(spec: Spec) -> tuple[MaskedImages, MaskedImages]:
